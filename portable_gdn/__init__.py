@@ -1,0 +1,50 @@
+"""portable-gdn: one gated delta rule on GPU and TPU, and the proof that they agree.
+
+Importing this package imports numpy and nothing else that is large; torch and jax are imported by whoever uses them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import (
+        BoundedGate,
+        MixerState,
+        ShortConv,
+        SoftplusGate,
+        explain,
+        gated_delta_mixer,
+        gated_delta_rule,
+        gated_delta_rule_step,
+    )
+    from .dispatch import register_backend
+    from .spec.errors import GdnError
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(
+        ("BoundedGate", "MixerState", "ShortConv", "SoftplusGate", "explain", "gated_delta_mixer", "gated_delta_rule",
+         "gated_delta_rule_step"), "api"),
+    "register_backend": "dispatch",
+    "GdnError": "spec.errors",
+}
+
+__all__ = [
+    "BoundedGate", "GdnError", "MixerState", "ShortConv", "SoftplusGate", "__version__", "explain", "gated_delta_mixer",
+    "gated_delta_rule", "gated_delta_rule_step", "register_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'portable_gdn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

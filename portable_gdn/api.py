@@ -1,0 +1,272 @@
+"""What a user calls: the rule, its single step, the mixer around it, and the choice explained.
+
+Shapes: B rows, T tokens, N states (B, or the number of packed sequences), H key heads, HV value heads (a multiple of H;
+value head h reads key head h // (HV // H)), K key and V value channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import dispatch
+from .door import normalise, run
+from .spec.conv import ShortConv
+from .spec.errors import bad
+from .spec.gates import BoundedGate, SoftplusGate
+from .spec.problem import GateKind, Options
+
+__all__ = [
+    "BoundedGate", "MixerState", "ShortConv", "SoftplusGate", "explain", "gated_delta_mixer", "gated_delta_rule",
+    "gated_delta_rule_step",
+]
+
+Array = Any
+Gate = SoftplusGate | BoundedGate
+
+
+class MixerState(NamedTuple):
+    """What a mixer carries on: the recurrent state and the last W - 1 inputs of its convolution.
+
+    recurrent: [N, HV, K, V] float32 (or [N, HV, V, K], by state_layout). conv: [N, W - 1, channels]. None is zeros.
+    """
+
+    recurrent: Array | None = None
+    conv: Array | None = None
+
+
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    *,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    qk_l2norm: bool = False,
+    gate: Gate | None = None,
+    chunk_size: int | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, Array | None]:
+    """The gated delta rule over whole sequences, on the best backend for the arrays given.
+
+    Per token and value head, with the state S [K, V] in float32::
+
+        S~ = diag(exp g) S;    S = S~ + k (write * v - S~^T (erase * k))^T;    o = scale S^T q
+
+    Args:
+        q, k: [B, T, H, K], float32, bfloat16 or float16, as v.
+        v: [B, T, HV, V].
+        g: log decay (natural), <= 0: [B, T, HV], [B, T, HV, n] for n groups of adjacent channels, or [B, T, HV, K]; any
+            float dtype. None keeps everything (DeltaNet). Below -104 it is a reset: exp of it is 0.
+        beta: [B, T, HV], erase and write gate in one. Instead of it ``erase`` [B, T, HV, K] and ``write`` [B, T, HV, V]
+            (GDN-2; [B, T, HV] is taken too), or neither, which erases nothing and writes all (GLA).
+        scale: of the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` it is the state of a row's first segment.
+        output_final_state: whether to return the final states.
+        cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1); equal neighbours are empty sequences.
+        segment_ids: [B, T] integers; the state starts anew where the id changes.
+        mask: [B, T] booleans; False tokens change nothing, whatever they hold, and give o = 0.
+        qk_l2norm: whether to normalise q and k: x / sqrt(sum x^2 + 1e-6).
+        gate: makes g a raw projection that ``SoftplusGate`` or ``BoundedGate`` activates, in float32.
+        chunk_size: tokens a chunk, a power of two from 16 to 256; None leaves it to the backend.
+        precision: what matrix products may round: "highest" nothing beyond float32; "default" q, k, v and the state to
+            bfloat16; "fast" every operand. None is "default" for 16-bit inputs, else "highest".
+        state_layout: "kv", or "vk" for states [N, HV, V, K].
+        deterministic: forbid whatever can change bits from run to run.
+        check_values: look at contents too: finite values, g <= 0, gates in [0, 2], boundaries on a device. Under
+            ``jax.jit`` this needs ``jax.experimental.checkify``.
+        backend: name of the one to use; None takes the first that can (see ``explain``).
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for.
+
+    Raises:
+        GdnError: an argument is wrong, or the backend named cannot compute the call.
+    """
+    operands, options = _rule_call(
+        q, k, v, g, beta, erase, write, initial_state, cu_seqlens, segment_ids, mask, gate,
+        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
+    )
+    result = run(*normalise(operands, options, backend, check_values))
+    return result.o, result.state
+
+
+def gated_delta_rule_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    *,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    state: Array | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    gate: Gate | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
+    """One token of the rule, for decoding.
+
+    Args:
+        q, k: [B, H, K]; v: [B, HV, V]; g: [B, HV], [B, HV, n] or [B, HV, K]; beta: [B, HV];
+        erase: [B, HV, K]; write: [B, HV, V]; state: [B, HV, K, V] float32, zeros if None. The rest as in
+        ``gated_delta_rule``.
+
+    Returns:
+        o [B, HV, V] in v's dtype, and the new state.
+
+    Raises:
+        GdnError: as ``gated_delta_rule``.
+    """
+    operands, options = _rule_call(
+        q, k, v, g, beta, erase, write, state, None, None, None, gate,
+        Options(scale, True, qk_l2norm, None, None, precision, state_layout, deterministic, True),
+    )
+    result = run(*normalise(operands, options, backend, check_values))
+    return result.o, result.state
+
+
+def gated_delta_mixer(
+    qkv: Array | tuple[Array, Array, Array],
+    g: Array | None = None,
+    *,
+    conv: ShortConv,
+    num_heads: int,
+    key_dim: int | None = None,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    scale: float | None = None,
+    state: MixerState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    qk_l2norm: bool = True,
+    gate: Gate | None = None,
+    chunk_size: int | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, MixerState | None]:
+    """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
+
+    Args:
+        qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K], [B, T, H * K], [B, T, HV * V].
+        conv: the convolution over the channels q | k | v.
+        num_heads: key heads H; value heads are those of g or beta.
+        key_dim: K; needed where qkv is one array.
+        state: what an earlier call returned; None starts from zeros.
+        qk_l2norm: whether q and k are normalised after the convolution; here True by default, as models do.
+        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output.
+
+    Returns:
+        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for).
+
+    Raises:
+        GdnError: as ``gated_delta_rule``.
+    """
+    if not isinstance(conv, ShortConv):
+        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
+    recurrent, before = (None, None) if state is None else state
+    if isinstance(qkv, (tuple, list)):
+        if len(qkv) != 3:
+            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
+        operands = dict(zip("qkv", qkv, strict=True))
+    else:
+        operands = {"qkv": qkv}
+    _add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
+    kind = _gate(operands, gate)
+    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=recurrent, cu_seqlens=cu_seqlens,
+         segment_ids=segment_ids, mask=mask)
+    options = Options(scale, output_final_state, qk_l2norm, kind, chunk_size, precision, state_layout, deterministic,
+                      False, conv.activation, num_heads, key_dim)
+    result = run(*normalise(operands, options, backend, check_values))
+    return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
+
+
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    *,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    qk_l2norm: bool = False,
+    gate: Gate | None = None,
+    chunk_size: int | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+) -> dispatch.Explanation:
+    """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
+
+    Takes the arguments of ``gated_delta_rule``; computes nothing. Print what it returns.
+
+    Raises:
+        GdnError: the call itself is wrong.
+    """
+    from .door import describe
+
+    operands, options = _rule_call(
+        q, k, v, g, beta, erase, write, initial_state, cu_seqlens, segment_ids, mask, gate,
+        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
+    )
+    return dispatch.explain(describe(operands, options), backend)
+
+
+def _add(operands: dict[str, Array], **named: Array | None) -> None:
+    for name, x in named.items():
+        if x is not None:
+            operands[name] = x
+
+
+def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
+    """Put the gate's parameters among the operands; what is left of it."""
+    if gate is None:
+        return None
+    if not isinstance(gate, (SoftplusGate, BoundedGate)):
+        raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
+    _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)
+
+
+def _rule_call(
+    q: Array, k: Array, v: Array, g: Array | None, beta: Array | None, erase: Array | None, write: Array | None,
+    initial_state: Array | None, cu_seqlens: Array | None, segment_ids: Array | None, mask: Array | None,
+    gate: Gate | None, options: Options,
+) -> tuple[dict[str, Array], Options]:
+    operands = {"q": q, "k": k, "v": v}
+    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=initial_state, cu_seqlens=cu_seqlens,
+         segment_ids=segment_ids, mask=mask)
+    if gate is not None:
+        options = options._replace(gate=_gate(operands, gate))
+    return operands, options

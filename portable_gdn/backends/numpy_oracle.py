@@ -1,0 +1,66 @@
+"""``numpy``: the float64 oracle as a backend, for numpy arrays. Exact and slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.evaluate import Evaluation, evaluate
+from ..spec.oracle import CoreRule, token_by_token
+from ..spec.precision import Rounding
+from ..spec.problem import Problem, Result, Signature
+
+__all__ = ["BACKEND", "Numpy"]
+
+
+class Numpy:
+    """The backend object; see ``spec.problem.Backend``."""
+
+    name = "numpy"
+    libraries: tuple[str, ...] = ("numpy",)
+    auto = True
+    priority = 50
+    rule: CoreRule = staticmethod(token_by_token)
+
+    def unavailable(self) -> str | None:
+        """It runs everywhere."""
+        return None
+
+    def refuses(self, signature: Signature) -> str | None:
+        """It computes every call on numpy arrays."""
+        return None
+
+    def run(self, problem: Problem) -> Result:
+        """Compute in float64; o is rounded to v's dtype and states to float32."""
+        return self._result(problem.signature, evaluate(problem, None, self.rule))
+
+    def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
+        """The result and the operands' exact cotangents, rounded to the operands' dtypes."""
+        e = evaluate(problem, cotangents, self.rule)
+        grads = {name: a.astype(problem.operands[name].dtype) for name, a in e.gradients.items()}
+        return self._result(problem.signature, e), grads
+
+    @staticmethod
+    def _result(s: Signature, e: Evaluation) -> Result:
+        import ml_dtypes
+
+        dtype = ml_dtypes.bfloat16 if s.dtype == "bfloat16" else s.dtype
+        state = e.state.astype(np.float32) if s.output_final_state else None
+        return Result(e.o.astype(dtype), state, None if e.conv_state is None else e.conv_state.astype(np.float32))
+
+    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing to do."""
+        return dict(operands)
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """Nothing to do."""
+        return np.asarray(array)
+
+    def rounding(self, signature: Signature) -> Rounding:
+        """It rounds nothing but its results; judged as if it were float32."""
+        return Rounding()
+
+
+BACKEND = Numpy()

@@ -1,0 +1,292 @@
+"""The torch backend's computation: a loop over chunks, with its own gradient.
+
+Sequences of a plain batch advance together, chunk by chunk, on views of the caller's tensors. Packed and segmented
+sequences are sorted by length, longest first, so that in each round those that still have tokens are the leading rows
+of one batch; many short sequences then cost a few rounds, and none shares a product with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..spec import chunkwise
+from ..spec.problem import Problem, Result, Signature
+from ..spec.prologue import Prepared, prepare, swap_state
+from ..spec.recurrent import one_token
+
+__all__ = ["run"]
+
+
+def run(problem: Problem, size: int) -> Result:
+    """Compute a call in chunks of ``size`` tokens."""
+    s, x = problem
+    bounds = x.get("cu_seqlens")  # on the host where the caller had them there: that is where the loop needs them
+    if isinstance(bounds, np.ndarray):
+        x = {**x, "cu_seqlens": torch.as_tensor(bounds, device=_like(x).device)}
+    p = prepare(xp, s, x)
+    S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
+    if s.step:
+        o, state = _step(s, p, S)
+    else:
+        o, state = _rule(s, p, S, bounds if bounds is None or isinstance(bounds, np.ndarray) else x["cu_seqlens"], size)
+    o = o.to(getattr(torch, s.dtype))
+    return Result(o, swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
+
+
+def _like(x: Mapping[str, Any]) -> Tensor:
+    return x["qkv"] if "qkv" in x else x["q"]
+
+
+def _step(s: Signature, p: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
+    rows = [None if a is None else a[:, 0].unflatten(1, (s.H, a.shape[2] // s.H)) for a in p[:6]]
+    o, state = one_token(xp, *rows, S.unflatten(1, (s.H, -1)), s.scale)
+    return o.flatten(1, 2), state.flatten(1, 2)
+
+
+class _Plan(NamedTuple):
+    """Sequences as they will be worked on: None for a plain batch, else host arrays sorted by length, longest first.
+
+    begin, length: first token (in the rows laid end to end) and number of tokens; order: index of each sorted sequence.
+    """
+
+    begin: np.ndarray
+    length: np.ndarray
+    order: np.ndarray
+
+
+def _plan(begin: np.ndarray, length: np.ndarray) -> _Plan:
+    order = np.argsort(-length, kind="stable")
+    return _Plan(begin[order], length[order], order)
+
+
+def _product(a: Tensor, b: Tensor, name_a: str, name_b: str) -> Tensor:
+    return a @ b
+
+
+def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] and the final states, by the road that fits the caller: eager, compiled or transformed."""
+    operands = (p.q, p.k, p.v, p.g, p.b, p.w)
+    if torch.compiler.is_compiling():
+        if isinstance(bounds, np.ndarray):
+            bounds = torch.as_tensor(bounds)
+        return _operation(*operands, S, bounds, p.starts, s.scale, size)
+    if torch._C._are_functorch_transforms_active():  # its own gradient is not for torch.func; plain operations are
+        return _sequences(operands, S, bounds, p.starts, lambda ops, S, plan: _forward(ops, S, plan, s.scale, size)[:2])
+    return _sequences(operands, S, bounds, p.starts, lambda ops, S, plan: _Rule.apply(*ops, S, plan, s.scale, size))
+
+
+def _sequences(operands: Any, S: Tensor, cu_seqlens: Any, starts: Tensor | None, rule: Any) -> tuple[Tensor, Tensor]:
+    """Lay out sequences, hand each its state, and collect the states that they end with."""
+    q = operands[0]
+    B, T = q.shape[:2]
+    if cu_seqlens is not None:
+        bounds = np.clip(_host(cu_seqlens), 0, T)
+        plan = _plan(bounds[:-1], np.maximum(bounds[1:] - bounds[:-1], 0))
+        order = torch.as_tensor(plan.order, device=q.device)
+        o, after = rule(operands, S[order], plan)
+        return o, after[torch.argsort(order)]
+    if starts is not None:
+        cuts = _host(starts)
+        cuts[:, 0] = True
+        begin = np.flatnonzero(cuts)
+        plan = _plan(begin, np.diff(begin, append=B * T))
+        row = begin // T
+        fresh = np.concatenate([[False], row[1:] == row[:-1]])
+        order = torch.as_tensor(plan.order, device=q.device)
+        given = S[torch.as_tensor(row, device=q.device)]
+        keep = torch.as_tensor(~fresh, device=q.device)[:, None, None, None]
+        given = torch.where(keep, given, torch.zeros_like(given))
+        o, after = rule(operands, given[order], plan)
+        last = np.concatenate([row[1:] != row[:-1], [True]])
+        return o, after[torch.argsort(order)][torch.as_tensor(np.flatnonzero(last), device=q.device)]
+    return rule(operands, S, None)
+
+
+def _host(x: Any) -> np.ndarray:
+    """Contents of a tensor or array on the host, as a copy."""
+    return np.array(x.detach().cpu() if hasattr(x, "detach") else x)
+
+
+def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, int, int]]:
+    """(rows, first token, tokens) of each round; tokens is the longest chunk of the round."""
+    if plan is None:
+        return [(B, a, min(size, T - a)) for a in range(0, T, size)]
+    longest = int(plan.length[0]) if len(plan.length) else 0
+    return [
+        (int(np.searchsorted(-plan.length, -a, side="left")), a, min(size, longest - a)) for a in range(0, longest, size)
+    ]
+
+
+class _Rows:
+    """Reads and writes the tokens of one round: [rows, H, R, C, D], C a power of two."""
+
+    def __init__(self, plan: _Plan | None, round_: tuple[int, int, int], like: Tensor) -> None:
+        rows, self.first, self.count = round_
+        self.size = 1 << (self.count - 1).bit_length()
+        self.plan, self.heads = plan, like.shape[2]
+        self.index = self.valid = None
+        if plan is not None:
+            token = self.first + np.arange(self.count)
+            valid = token[None, :] < plan.length[:rows, None]
+            index = np.where(valid, plan.begin[:rows, None] + token[None, :], 0)
+            self.whole = bool(valid.all())
+            self.index = torch.as_tensor(index, device=like.device)
+            self.valid = torch.as_tensor(valid, device=like.device)
+
+    def read(self, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if self.index is None:
+            rows = x[:, self.first : self.first + self.count]
+        else:
+            rows = x.flatten(0, 1)[self.index]
+            if not self.whole:
+                rows = torch.where(self.valid[..., None, None], rows, torch.zeros((), dtype=x.dtype, device=x.device))
+        rows = rows.movedim(1, 2)
+        rows = rows.unflatten(1, (self.heads, x.shape[2] // self.heads))
+        if self.size != self.count:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, self.size - self.count))
+        return rows
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[rows, H, R, C, D] as [rows, tokens, HV, D]."""
+        return rows.flatten(1, 2).movedim(1, 2)[:, : self.count]
+
+    def write(self, x: Tensor | None, rows: Tensor | None) -> None:
+        if x is None or rows is None:
+            return
+        rows = self.back(rows)
+        if self.index is None:
+            x[:, self.first : self.first + self.count] = rows
+        else:
+            x.view(-1, *x.shape[2:])[self.index[self.valid]] = rows[self.valid]
+
+
+def _forward(x: Any, S: Tensor, plan: _Plan | None, scale: float, size: int, keep: bool = False) -> tuple[Tensor, Tensor, list[Any]]:
+    """The loop. Without ``keep`` it consists of operations that torch can differentiate by itself."""
+    q, v = x[0], x[2]
+    B, T = q.shape[:2]
+    S = S.unflatten(1, (q.shape[2], -1))
+    kept: list[Any] = []
+    done: list[Any] = []
+    parts, places = [], []
+    for round_ in _rounds(plan, B, T, size):
+        rows = _Rows(plan, round_, q)
+        if round_[0] < S.shape[0]:  # sequences that have ended keep their states
+            done.append(S[round_[0] :])
+            S = S[: round_[0]]
+        out, after, saved = chunkwise.forward_chunk(xp, _product, *map(rows.read, x), S, scale)
+        if keep:
+            kept.append((rows, S, saved))
+        out = rows.back(out)
+        parts.append(out if plan is None else out[rows.valid])
+        if plan is not None:
+            places.append(rows.index[rows.valid])
+        S = after
+    final = torch.cat([S, *done[::-1]]).flatten(1, 2)
+    if plan is None:
+        o = torch.cat(parts, 1)
+    else:
+        o = v.new_zeros((B * T, *v.shape[2:]))
+        if parts:
+            o = o.index_copy(0, torch.cat(places), torch.cat(parts))
+        o = o.unflatten(0, (B, T))
+    return o, final, kept
+
+
+def _backward(x: Any, dO: Tensor, dS: Tensor, kept: list[Any], scale: float) -> tuple[Tensor | None, ...]:
+    q = x[0]
+    grads = [None if a is None else torch.zeros_like(a, memory_format=torch.contiguous_format) for a in x]
+    dS = dS.unflatten(1, (q.shape[2], -1)).clone()
+    for rows, S, saved in reversed(kept):
+        count = S.shape[0]
+        d = chunkwise.backward_chunk(xp, _product, *map(rows.read, x), S, scale, saved, rows.read(dO), dS[:count])
+        rows.write(grads[0], d.q.sum(2, keepdim=True))
+        rows.write(grads[1], d.k.sum(2, keepdim=True))
+        for into, new in zip(grads[2:], d[2:6], strict=True):
+            rows.write(into, new)
+        if count == dS.shape[0]:
+            dS = d.S
+        else:
+            dS[:count] = d.S
+    return (*grads, dS.flatten(1, 2))
+
+
+class _Rule(torch.autograd.Function):
+    """The bare rule with its own gradient: saves the states between chunks and what the chunks solved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, plan: Any, scale: float, size: int) -> Any:
+        x = (q, k, v, g, b, w)
+        keep = any(ctx.needs_input_grad)
+        o, final, kept = _forward(x, S, plan, scale, size, keep)
+        if keep:
+            ctx.save_for_backward(*x)
+            ctx.kept, ctx.scale = kept, scale
+        return o, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dO: Any, dS: Any) -> Any:
+        return (*_backward(ctx.saved_tensors, dO, dS, ctx.kept, ctx.scale), None, None, None)
+
+
+# torch.compile sees the rule as one opaque operation: traced, its loop would be unrolled.
+
+
+@torch.library.custom_op("portable_gdn::rule", mutates_args=())
+def _operation(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, w: Tensor | None, S: Tensor,
+    cu_seqlens: Tensor | None, starts: Tensor | None, scale: float, size: int,
+) -> tuple[Tensor, Tensor]:
+    o, final = _sequences(
+        (q, k, v, g, b, w), S, cu_seqlens, starts, lambda ops, S, plan: _forward(ops, S, plan, scale, size)[:2])
+    return o.contiguous(), final.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("portable_gdn::rule_backward", mutates_args=())
+def _operation_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, w: Tensor | None, S: Tensor,
+    cu_seqlens: Tensor | None, starts: Tensor | None, scale: float, size: int, dO: Tensor, dS: Tensor,
+) -> list[Tensor]:
+    """Computes the forward pass again instead of saving from it."""
+    leaves = [None if a is None else a.detach().clone().requires_grad_() for a in (q, k, v, g, b, w, S)]
+    with torch.enable_grad():
+        o, final = _sequences(
+            tuple(leaves[:6]), leaves[6], cu_seqlens, starts, lambda ops, S, plan: _Rule.apply(*ops, S, plan, scale, size))
+    there = [a for a in leaves if a is not None]
+    return [a.contiguous() for a in torch.autograd.grad([o, final], there, [dO, dS])]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_operation.register_fake
+def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+    return _empty(v), _empty(S)
+
+
+@_operation_backward.register_fake
+def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+    return [_empty(a) for a in (q, k, v, g, b, w, S) if a is not None]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale, ctx.size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, dO: Any, dS: Any) -> Any:
+    tensors = ctx.saved_tensors
+    found = iter(_operation_backward(*tensors, ctx.scale, ctx.size, dO.contiguous(), dS.contiguous()))
+    return (*[None if a is None else next(found) for a in tensors[:7]], None, None, None, None)
+
+
+_operation.register_autograd(_gradient, setup_context=_setup_context)

@@ -1,0 +1,77 @@
+"""``xla``: the rule for JAX arrays on any device. Importing this module does not import jax."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
+from ..spec.problem import Problem, Result, Signature
+
+__all__ = ["BACKEND", "Xla"]
+
+CHUNK = 64
+
+
+class Xla:
+    """The backend object; see ``spec.problem.Backend``."""
+
+    name = "xla"
+    libraries = ("jax",)
+    auto = True
+    priority = 30
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here, or None."""
+        if importlib.util.find_spec("jax") is None:
+            return "jax is not installed; `pip install 'portable-gdn[xla]'` brings it."
+        return None
+
+    def refuses(self, signature: Signature) -> str | None:
+        """It computes every call on JAX arrays."""
+        return None
+
+    def run(self, problem: Problem) -> Result:
+        """Compute; differentiable, and traceable by every JAX transformation."""
+        from .xla_chunks import compute
+
+        return Result(*compute(problem.signature, chunk_size(problem.signature), problem.operands))
+
+    def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
+        """The result and the operands' cotangents, in one compiled program."""
+        from .xla_chunks import compute_gradients
+
+        size = chunk_size(problem.signature)
+        result, grads = compute_gradients(problem.signature, size, problem.operands, dict(cotangents))
+        return Result(*result), grads
+
+    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """numpy arrays as JAX arrays."""
+        import jax.numpy as jnp
+
+        return {name: jnp.asarray(a) for name, a in operands.items()}
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """A JAX array as numpy."""
+        return np.asarray(array)
+
+    def rounding(self, signature: Signature) -> Rounding:
+        """On a CPU products are float32; on a TPU they round what the precision allows."""
+        size = chunk_size(signature)
+        if signature.device == "cpu":
+            return Rounding(HIGHEST, size)
+        allowed = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision]
+        if signature.device in ("gpu", "cuda", "rocm"):
+            allowed = {name: "tf32" for name, kept in allowed.items() if kept != "float32"}
+        return Rounding(allowed, size)
+
+
+def chunk_size(s: Signature) -> int:
+    """Tokens a chunk: a power of two, no larger than the sequence needs."""
+    return min(s.chunk_size or CHUNK, 1 << max(s.T - 1, 0).bit_length())
+
+
+BACKEND = Xla()

@@ -1,0 +1,221 @@
+"""The xla backend's computation: one scan over chunks, with its own gradient.
+
+A chunk is a window of C tokens of the caller's own layout, read and written where it lies: nothing is transposed,
+padded or gathered as a whole. A table says for each chunk where its window starts, which of its tokens count and which
+state it carries on, so that packed sequences (whose boundaries may be values that only the device knows) and plain
+batches are the same scan. Tokens of a window that do not count are zeros, which change nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..spec import chunkwise
+from ..spec.evaluate import DIFFERENTIABLE
+from ..spec.precision import DEFAULT
+from ..spec.problem import Signature
+from ..spec.prologue import Prepared, prepare, swap_state
+from ..spec.recurrent import one_token
+
+__all__ = ["compute", "compute_gradients"]
+
+Array = Any
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def compute(s: Signature, size: int, operands: dict[str, Array]) -> tuple[Array, Array | None, Array | None]:
+    """o, state and convolution state of a call, in chunks of ``size`` tokens."""
+    return _run(s, size, operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def compute_gradients(s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array]) -> Any:
+    """The same, and the cotangents of the float operands from those of "o" and "state"; missing ones are zeros."""
+    smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
+
+    def outputs(smooth: dict[str, Array]) -> Any:
+        result = _run(s, size, {**operands, **smooth})
+        return {"o": result[0], "state": result[1]}, result
+
+    out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
+    full = {
+        name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()
+    }
+    return result, pull(full)[0]
+
+
+def _run(s: Signature, size: int, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
+    p = prepare(jnp, s, operands)
+    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if p.S is None else p.S
+    if s.step:
+        o, state = _step(s, p, S)
+    else:
+        table = _table(s, size, operands.get("cu_seqlens"))
+        o, state = _rule(s, size, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
+    return o.astype(jnp.dtype(s.dtype)), swap_state(jnp, s, state) if s.output_final_state else None, p.conv_state
+
+
+def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
+    rows = [None if a is None else jnp.reshape(a[:, 0], (s.B, s.H, a.shape[2] // s.H, a.shape[3])) for a in p[:6]]
+    o, state = one_token(jnp, *rows, jnp.reshape(S, (s.B, s.H, s.HV // s.H, s.K, s.V)), s.scale)
+    return jnp.reshape(o, (s.B, s.HV, s.V)), jnp.reshape(state, S.shape)
+
+
+def _table(s: Signature, size: int, cu_seqlens: Any) -> Any:
+    """For each chunk: first token that counts, end of those, its state. int32 [chunks, 3]."""
+    if cu_seqlens is None:
+        first = np.arange(0, s.T, size, dtype=np.int32)
+        return jnp.asarray(np.stack([first, np.minimum(first + size, s.T), np.zeros_like(first)], 1))
+    # Values may be known to the device alone: a table of the largest length possible, indices bound by T.
+    bounds = jnp.clip(jnp.asarray(cu_seqlens).astype(jnp.int32), 0, s.T)
+    chunks = -(-jnp.maximum(bounds[1:] - bounds[:-1], 0) // size)
+    ends = jnp.cumulative_sum(chunks)
+    index = jnp.arange(s.T // size + s.N, dtype=jnp.int32)
+    sequence = jnp.clip(jnp.searchsorted(ends, index, side="right"), 0, s.N - 1).astype(jnp.int32)
+    first = bounds[sequence] + (index - (ends - chunks)[sequence]) * size
+    end = jnp.minimum(first + size, bounds[sequence + 1])
+    unused = index >= ends[-1]
+    table = jnp.stack([jnp.where(unused, 0, first), jnp.where(unused, 0, end), sequence], 1)
+    return table.astype(jnp.int32)
+
+
+def _product(precision: str) -> Any:
+    """The product at the precision that this one allows: lax's HIGHEST, HIGH (three passes) or DEFAULT (one)."""
+    levels = jax.lax.Precision
+    inputs = [name for name, kept in DEFAULT.items() if kept == "bfloat16"]
+
+    def product(a: Any, b: Any, name_a: str, name_b: str) -> Any:
+        if precision == "highest":
+            level = levels.HIGHEST
+        elif precision == "fast" or (name_a in inputs and name_b in inputs):
+            level = levels.DEFAULT
+        else:
+            level = levels.HIGH
+        return jnp.matmul(a, b, precision=level)
+
+    return product
+
+
+class _Windows:
+    """Reads and writes the windows of one chunk: rows of [B, T, heads, D] as [B, H, R, C, D] and back."""
+
+    def __init__(self, s: Signature, entry: Any, size: int, length: int) -> None:
+        self.s, self.size = s, size
+        first, end, self.slot = entry
+        self.begin = jnp.clip(first, 0, length - size)
+        token = self.begin + jnp.arange(size, dtype=jnp.int32)
+        self.counts = (token >= first) & (token < end)
+
+    def _slice(self, x: Any) -> Any:
+        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=1)
+
+    def read(self, x: Any) -> Any:
+        if x is None:
+            return None
+        rows = self._slice(x)
+        rows = jnp.where(self.counts[:, None, None], rows, jnp.zeros((), x.dtype))
+        group = x.shape[2] // self.s.H
+        return jnp.reshape(jnp.moveaxis(rows, 1, 2), (x.shape[0], self.s.H, group, self.size, x.shape[3]))
+
+    def write(self, x: Any, rows: Any) -> Any:
+        if x is None:
+            return None
+        rows = jnp.reshape(rows, (x.shape[0], x.shape[2], self.size, x.shape[3]))
+        rows = jnp.where(self.counts[:, None, None], jnp.moveaxis(rows, 1, 2), self._slice(x))
+        return lax.dynamic_update_slice_in_dim(x, rows, self.begin, axis=1)
+
+    def take(self, S: Any) -> Any:
+        """The state that the chunk carries on: [B, H, R, K, V]."""
+        return lax.dynamic_slice_in_dim(S, self.slot, 1, axis=0) if self.s.packed else S
+
+    def put(self, S: Any, new: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(S, new, self.slot, axis=0) if self.s.packed else new
+
+
+def _forward(
+    s: Signature, size: int, x: tuple[Array | None, ...], S: Array, starts: Array | None, table: Array, keep: bool
+) -> tuple[Array, Array, Any]:
+    product = _product(s.precision)
+    x, starts, length = _at_least(x, starts, size)
+    S = jnp.reshape(S, (s.N, s.H, s.HV // s.H, s.K, s.V))
+
+    def step(carry: Any, entry: Any) -> Any:
+        o, S = carry
+        window = _Windows(s, entry, size, length)
+        before = window.take(S)
+        out, after, saved = chunkwise.forward_chunk(
+            jnp, product, *map(window.read, x), before, s.scale, _read_starts(window, starts))
+        return (window.write(o, out), window.put(S, after)), ((saved, before) if keep else None)
+
+    o = jnp.zeros((s.B, length, s.HV, s.V), jnp.float32)
+    (o, S), saved = lax.scan(step, (o, S), (table[:, 0], table[:, 1], table[:, 2]))
+    return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), saved
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rule(
+    s: Signature, size: int, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array,
+    starts: Array | None, table: Array,
+) -> tuple[Array, Array]:
+    """The bare rule: o [B, T, HV, V] and the final states."""
+    o, S, _ = _forward(s, size, (q, k, v, g, b, w), S, starts, table, keep=False)
+    return o, S
+
+
+def _rule_forward(
+    s: Signature, size: int, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array,
+    starts: Array | None, table: Array,
+) -> Any:
+    o, S, saved = _forward(s, size, (q, k, v, g, b, w), S, starts, table, keep=True)
+    return (o, S), ((q, k, v, g, b, w), starts, table, saved)
+
+
+def _rule_backward(s: Signature, size: int, kept: Any, cotangents: tuple[Array, Array]) -> Any:
+    x, starts, table, saved = kept
+    dO, dS = cotangents
+    product = _product(s.precision)
+    (*x, dO), starts, length = _at_least((*x, dO), starts, size)
+    dS = jnp.reshape(dS, (s.N, s.H, s.HV // s.H, s.K, s.V))
+
+    def step(carry: Any, item: Any) -> Any:
+        grads, dS = carry
+        entry, (saved, before) = item
+        window = _Windows(s, entry, size, length)
+        d = chunkwise.backward_chunk(
+            jnp, product, *map(window.read, x), before, s.scale, saved, window.read(dO), window.take(dS),
+            _read_starts(window, starts))
+        q, k, *rest = d[:6]
+        new = (jnp.sum(q, 2, keepdims=True), jnp.sum(k, 2, keepdims=True), *rest)
+        return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None
+
+    zeros = tuple(None if a is None else jnp.zeros_like(a) for a in x)
+    entries = (table[:, 0], table[:, 1], table[:, 2])
+    (grads, dS), _ = lax.scan(step, (zeros, dS), (entries, saved), reverse=True)
+    grads = [None if a is None else a[:, : s.T] for a in grads]
+    return (*grads, jnp.reshape(dS, (s.N, s.HV, s.K, s.V)), None, None)
+
+
+_rule.defvjp(_rule_forward, _rule_backward)
+
+
+def _at_least(x: Any, starts: Any, size: int) -> tuple[Any, Any, int]:
+    """A sequence shorter than one chunk is padded to it; others stay as they are."""
+    length = x[0].shape[1]
+    if length >= size:
+        return x, starts, length
+    pad = lambda a: None if a is None else jnp.pad(a, [(0, 0), (0, size - length)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
+    return tuple(map(pad, x)), pad(starts), size
+
+
+def _read_starts(window: _Windows, starts: Any) -> Any:
+    """Segment starts of the window, [B, 1, 1, C, 1]."""
+    if starts is None:
+        return None
+    rows = window._slice(starts) & window.counts
+    return rows[:, None, None, :, None]

@@ -1,0 +1,160 @@
+"""The registry of backends, the choice among them, and its reasons."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import NamedTuple
+
+from .spec.errors import GdnError
+from .spec.problem import Backend, Signature
+
+__all__ = ["ENVIRONMENT", "Explanation", "backends", "choose", "explain", "get", "register_backend"]
+
+GROUP = "portable_gdn.backends"
+ENVIRONMENT = "PORTABLE_GDN_BACKEND"
+
+_registry: dict[str, Backend] = {}
+_broken: dict[str, str] = {}
+_loaded = False
+generation = 0  # counts changes, so that whoever caches a choice can see that it is stale
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a backend for this process, or replace the one of the same name.
+
+    A package adds one for every process by an entry point of the group ``portable_gdn.backends``.
+    """
+    global generation
+    _load()
+    if not isinstance(backend, Backend):
+        missing = [name for name in Backend.__annotations__ if not hasattr(backend, name)]
+        missing += [name for name in ("unavailable", "refuses", "run", "gradients", "from_numpy", "to_numpy", "rounding")
+                    if not callable(getattr(backend, name, None))]
+        raise GdnError(f"backend is a {type(backend).__name__} without {', '.join(missing)}; it must have them.")
+    _registry[backend.name] = backend
+    _broken.pop(backend.name, None)
+    generation += 1
+
+
+def unregister_backend(name: str) -> None:
+    """Take a backend out again, for this process."""
+    global generation
+    _registry.pop(name, None)
+    generation += 1
+
+
+def _load() -> None:
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    for entry in metadata.entry_points(group=GROUP):
+        try:
+            backend = entry.load()
+        except Exception as error:  # another package's fault must not take the others down
+            _broken[entry.name] = f"its entry point {entry.value} fails to load: {type(error).__name__}: {error}"
+        else:
+            _registry[entry.name] = backend
+
+
+def backends() -> list[Backend]:
+    """All backends, in the order in which they are tried."""
+    _load()
+    return sorted(_registry.values(), key=lambda b: (b.priority, b.name))
+
+
+def broken() -> dict[str, str]:
+    """Entry points that could not be loaded, and why."""
+    _load()
+    return dict(_broken)
+
+
+def get(name: str) -> Backend:
+    """The backend of this name, whether or not it can run here.
+
+    Raises:
+        GdnError: there is none.
+    """
+    _load()
+    if name in _broken:
+        raise GdnError(f"backend {name!r} cannot be used: {_broken[name]}.")
+    if name not in _registry:
+        known = ", ".join(repr(b.name) for b in backends())
+        raise GdnError(f"backend is {name!r}; it must be one of {known}.")
+    return _registry[name]
+
+
+def _reason(backend: Backend, signature: Signature) -> str | None:
+    """Why this backend cannot take this call, or None."""
+    if signature.library not in backend.libraries:
+        takes = " or ".join(_ARRAYS.get(name, name) for name in backend.libraries)
+        return f"it takes {takes}, and these are {_ARRAYS[signature.library]}"
+    return backend.unavailable() or backend.refuses(signature)
+
+
+_ARRAYS = {"torch": "torch tensors", "jax": "JAX arrays", "numpy": "numpy arrays"}
+
+
+def choose(signature: Signature, name: str | None) -> Backend:
+    """The backend for a call: the one named, or named by PORTABLE_GDN_BACKEND, or the first that can.
+
+    Raises:
+        GdnError: the one named cannot, or none can; a named one never falls back.
+    """
+    source = "backend"
+    if name is None and os.environ.get(ENVIRONMENT):
+        name, source = os.environ[ENVIRONMENT], ENVIRONMENT
+    if name is not None:
+        try:
+            backend = get(name)
+        except GdnError as error:
+            raise error if source == "backend" else GdnError(f"{ENVIRONMENT}: {error}") from None
+        reason = _reason(backend, signature)
+        if reason is not None:
+            raise GdnError(f"{source} {name!r} cannot run this call: {reason.rstrip('.')}.")
+        return backend
+    explanation = explain(signature)
+    if explanation.backend is None:
+        raise GdnError(f"no backend can run this call:\n{explanation}")
+    return get(explanation.backend)
+
+
+class Explanation(NamedTuple):
+    """Which backend a call would run on, and why each other one was passed over."""
+
+    backend: str | None
+    signature: Signature
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        s = self.signature
+        lines = [
+            f"{s.variant.name}, {s.dtype}, precision {s.precision}, B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}"
+            f", {_ARRAYS[s.library]} on {s.device}",
+            f"  runs on  {self.backend}" if self.backend else "  runs on no backend",
+        ]
+        lines += [f"  not {name}: {why}" for name, why in self.passed_over]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(signature: Signature, name: str | None = None) -> Explanation:
+    """The choice for a call and its reasons; never raises for a call that nothing can run."""
+    name = name or os.environ.get(ENVIRONMENT) or None
+    chosen, passed = None, []
+    for backend in backends():
+        reason = _reason(backend, signature)
+        if reason is None and name is not None and backend.name != name:
+            reason = f"{name!r} was asked for by name"
+        if reason is None and name is None and not backend.auto:
+            reason = "it runs only when asked for by name"
+        if reason is None and chosen is not None:
+            reason = f"{chosen} comes first"
+        if reason is None:
+            chosen = backend.name
+        else:
+            passed.append((backend.name, reason))
+    passed += list(_broken.items())
+    return Explanation(chosen, signature, tuple(passed))

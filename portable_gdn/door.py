@@ -1,0 +1,222 @@
+"""The door: a call is normalised once, into a Problem and the backend that will compute it.
+
+A call that looks like an earlier one (same libraries, shapes, dtypes, devices and options) costs a look-up in a table.
+Under a trace nothing is read; where arrays are real, only boundaries on the host are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import dispatch
+from .spec.errors import GdnError, bad
+from .spec.problem import Backend, Meta, Options, Problem, Result, Signature, check_boundaries, make_signature
+
+__all__ = ["describe", "empty_result", "library_of", "normalise", "run"]
+
+Array = Any
+
+_LIBRARY_OF_TYPE: dict[type, str | None] = {}
+_CALLS: dict[Any, tuple[Signature, Backend]] = {}
+_MOST_CALLS = 4096
+_BOUNDARIES: dict[tuple[bytes, str, int], None] = {}
+
+
+def library_of(x: Any) -> str | None:
+    """ "torch", "jax", "numpy", or None for anything that is not an array of these."""
+    kind = type(x)
+    try:
+        return _LIBRARY_OF_TYPE[kind]
+    except KeyError:
+        pass
+    found = None
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        found = "torch"
+    elif jax is not None and isinstance(x, jax.Array):
+        found = "jax"
+    elif isinstance(x, (np.ndarray, np.generic)):
+        found = "numpy"
+    if found is not None:  # a type seen before its library was imported must be asked again
+        _LIBRARY_OF_TYPE[kind] = found
+    return found
+
+
+def _compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def normalise(
+    operands: dict[str, Array], options: Options, backend: str | None, check_values: bool = False
+) -> tuple[Problem, Backend]:
+    """Check a call and choose its backend.
+
+    Args:
+        operands: arrays by name, without those that are None. ``cu_seqlens`` may be a list.
+        options: the rest of the call.
+        backend: a name, or None.
+        check_values: also look at the contents.
+
+    Raises:
+        GdnError: what is wrong, in a sentence.
+    """
+    if isinstance(operands.get("cu_seqlens"), (list, tuple)):  # before the key is made of it
+        operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
+    if _compiling():
+        signature = describe(operands, options)
+        chosen = dispatch.choose(signature, backend)
+    else:
+        key = (
+            tuple(operands), options, backend, os.environ.get(dispatch.ENVIRONMENT), dispatch.generation,
+            *[_key(x) for x in operands.values()],
+        )
+        try:
+            signature, chosen = _CALLS[key]
+        except KeyError:
+            signature = describe(operands, options)
+            chosen = dispatch.choose(signature, backend)
+            if len(_CALLS) >= _MOST_CALLS:
+                _CALLS.clear()
+            _CALLS[key] = signature, chosen
+        if "cu_seqlens" in operands:
+            _check_host_boundaries(operands["cu_seqlens"], signature.T)
+    if check_values:
+        from .values import check
+
+        check(signature, operands)
+    return Problem(signature, operands), chosen
+
+
+def run(problem: Problem, backend: Backend) -> Result:
+    """Compute; a call without tokens is answered here."""
+    if problem.signature.B * problem.signature.T == 0:
+        return empty_result(problem)
+    return backend.run(problem)
+
+
+def _key(x: Array) -> Any:
+    library = library_of(x)
+    if library == "torch":
+        return (type(x), x.shape, x.dtype, x.device)
+    if library == "jax":
+        return (type(x), x.shape, x.dtype, None if _is_tracer(x) else x.sharding)
+    if library == "numpy":
+        return ("numpy", x.shape, x.dtype)
+    return type(x)
+
+
+def _is_tracer(x: Array) -> bool:
+    return isinstance(x, sys.modules["jax"].core.Tracer)
+
+
+def _boundary_list(values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise bad("cu_seqlens", f"a list of {array.dtype.name if array.size else 'nothing'}", "hold integers")
+    return array.astype(np.int32)
+
+
+def _check_host_boundaries(cu_seqlens: Array, T: int) -> None:
+    library = library_of(cu_seqlens)
+    if library == "torch" and cu_seqlens.device.type == "cpu" and type(cu_seqlens).__module__ == "torch":
+        if sys.modules["torch"]._C._are_functorch_transforms_active():
+            return
+        array = cu_seqlens.detach().numpy()
+    elif library == "numpy":
+        array = cu_seqlens
+    else:
+        return
+    key = (array.tobytes(), array.dtype.str, T)
+    if key in _BOUNDARIES:
+        return
+    check_boundaries(array.tolist(), T)
+    if len(_BOUNDARIES) >= _MOST_CALLS:
+        _BOUNDARIES.clear()
+    _BOUNDARIES[key] = None
+
+
+def describe(operands: dict[str, Array], options: Options) -> Signature:
+    """Check a call's metadata and describe it; nothing is read and no backend asked."""
+    if isinstance(operands.get("cu_seqlens"), (list, tuple)):
+        operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
+    library, like = _common_library(operands)
+    meta = {}
+    device = None
+    for name, x in operands.items():
+        kind = library_of(x)
+        if kind == "torch":
+            place = str(x.device)
+            meta[name] = Meta(tuple(x.shape), str(x.dtype).removeprefix("torch."), place)
+        elif kind == "jax":
+            place = _jax_platform(x)
+            meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
+        else:
+            place = "cpu"
+            meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
+        if name == "cu_seqlens" or (kind == "numpy" and library == "jax") or place == "traced":
+            continue
+        if device is None:
+            device, like = place, name
+        elif place != device:
+            raise bad(name, f"on {place}", f"be on {device}, where {like} is")
+    if library == "jax" and (device is None or any(m.device == "traced" for m in meta.values())):
+        device = "traced"
+    assert device is not None
+    return make_signature(library, device.split(":")[0], meta, options)
+
+
+def _jax_platform(x: Array) -> str:
+    if _is_tracer(x):
+        return "traced"
+    return next(iter(x.devices())).platform
+
+
+def _common_library(operands: dict[str, Array]) -> tuple[str, str]:
+    """The library of a call's arrays, and an operand that has it."""
+    found: dict[str, str] = {}
+    for name, x in operands.items():
+        library = library_of(x)
+        if library is None:
+            raise bad(name, f"a {type(x).__module__}.{type(x).__qualname__}", "be a torch tensor, a JAX array or a numpy array")
+        if name == "cu_seqlens" and library == "numpy":
+            continue
+        found.setdefault(library, name)
+    if "torch" in found and "jax" in found:
+        raise GdnError(f"{found['torch']} is a torch tensor and {found['jax']} a JAX array; all must be of one library.")
+    if "torch" in found and "numpy" in found:
+        raise bad(found["numpy"], "a numpy array", f"be a torch tensor, as {found['torch']} is")
+    library = "jax" if "jax" in found else next(iter(found))
+    return library, found[library]
+
+
+def empty_result(problem: Problem) -> Result:
+    """The answer to a call without tokens: no outputs, and states as they were given, or zeros."""
+    s, x = problem
+    like = x["qkv"] if "qkv" in x else x["v"]
+    library = library_of(like)
+    if library == "torch":
+        import torch as xp
+
+        make = lambda shape: like.new_zeros(shape, dtype=xp.float32)  # noqa: E731
+    elif library == "jax":
+        import jax.numpy as xp
+
+        make = lambda shape: xp.zeros(shape, xp.float32)  # noqa: E731
+    else:
+        make = lambda shape: np.zeros(shape, np.float32)  # noqa: E731
+    # Taken from the input, so that it stays in the graph of whoever differentiates.
+    time = () if s.step else (s.T,)
+    o = (like if s.conv is None else like[..., : s.HV * s.V]).reshape((s.B, *time, s.HV, s.V)) + 0
+    state = None
+    if s.output_final_state:
+        state = x["initial_state"] + 0 if "initial_state" in x else make(s.state_shape)
+    conv_state = None
+    if s.conv is not None:
+        shape = (s.N, s.conv.width - 1, s.conv.channels)
+        conv_state = make(shape) if "conv_state" not in x else x["conv_state"] + make(shape)
+    return Result(o, state, conv_state)

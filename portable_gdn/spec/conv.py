@@ -1,0 +1,79 @@
+"""The short causal convolution that precedes the rule in most models, with its state, for any array namespace.
+
+y_t = activation(bias + sum_j weight[:, j] x_{t - (W - 1) + j}): the last tap multiplies the current token. What lies
+before a sequence's first token comes from its state, the last W - 1 inputs [N, W - 1, channels], zeros if none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .gates import sigmoid
+from .sequences import Layout, compact, index_range, restore
+from .stages import Array, Namespace
+
+__all__ = ["ShortConv", "convolve", "final_state", "taps"]
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A depthwise causal convolution over q | k | v.
+
+    Args:
+        weight: [channels, W] (torch's [channels, 1, W] is taken too); the last tap multiplies the current token.
+        bias: [channels] or None.
+        activation: "silu" or None.
+    """
+
+    weight: Any
+    bias: Any = None
+    activation: str | None = "silu"
+
+
+def taps(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int) -> list[Array]:
+    """The inputs that each token sees, oldest first: W arrays [B, T, channels], by compacted place."""
+    seen = []
+    for back in range(width - 1, 0, -1):
+        lead = xp.zeros_like(x[:, :1])
+        lead = xp.concat([lead] * min(back, x.shape[1]), axis=1)
+        shifted = xp.concat([lead, x[:, : x.shape[1] - lead.shape[1]]], axis=1)
+        before = xp.zeros_like(x)
+        if state is not None:
+            slot = xp.clip(width - 1 - back + place.position, 0, width - 2)
+            before = xp.where(place.fresh[..., None], before, state[place.sequence, slot])
+        seen.append(xp.where((place.position >= back)[..., None], shifted, before))
+    return [*seen, x]
+
+
+def convolve(
+    xp: Namespace, x: Array, weight: Array, bias: Array | None, activation: str | None, place: Layout, state: Array | None
+) -> Array:
+    """y [B, T, channels] of x [B, T, channels], weight [channels, W]; tokens in the caller's order."""
+    seen = taps(xp, compact(xp, x, place.order), place, state, weight.shape[1])
+    y = sum(tap * weight[:, j] for j, tap in enumerate(seen))
+    y = y if bias is None else y + bias
+    if activation == "silu":
+        y = y * sigmoid(xp, y)
+    return restore(xp, y, place.back)
+
+
+def final_state(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int) -> Array:
+    """The last W - 1 inputs of each sequence [N, W - 1, channels], older ones from ``state`` where it was short."""
+    x = compact(xp, x, place.order)
+    sequences = place.first.shape[0]
+    every = index_range(xp, place.first, sequences)
+    rows = []
+    for r in range(width - 1):
+        position = place.length - (width - 1) + r
+        inside = position >= 0
+        at = xp.clip(place.first + position, 0, max(x.shape[1] - 1, 0))
+        index = xp.zeros_like(at) if x.shape[0] == 1 else every
+        taken = x[index, at] if x.shape[1] else xp.zeros((sequences, x.shape[2]), dtype=x.dtype)
+        before = xp.zeros_like(taken)
+        if state is not None:
+            slot = xp.clip(width - 1 + position, 0, width - 2)
+            before = state[every, slot]
+            before = xp.where(place.restarted[:, None], xp.zeros_like(before), before)
+        rows.append(xp.where(inside[:, None], taken, before))
+    return xp.stack(rows, axis=1) if rows else xp.zeros((sequences, 0, x.shape[2]), dtype=x.dtype)

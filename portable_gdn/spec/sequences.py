@@ -1,0 +1,122 @@
+"""Where sequences begin and end: packed (cu_seqlens), segmented (segment_ids), padded (mask), for any array namespace.
+
+One picture serves all: within a row the valid tokens of each sequence stand together, in order. ``Layout`` says how
+to get there and back; padding tokens go behind the valid tokens of their sequence, where nothing causal reads them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .stages import Array, Namespace
+
+__all__ = ["Layout", "compact", "index_range", "layout", "restore", "segment_starts"]
+
+
+class Layout(NamedTuple):
+    """Places of tokens, each [B, T] unless said; order and back are None where no token has to move.
+
+    Attributes:
+        order: token that stands at each compacted place.
+        back: compacted place of each token.
+        sequence: row of the state that the token's sequence reads (by compacted place).
+        position: index of the token in its segment (by compacted place).
+        fresh: whether the token's segment starts from zeros instead of the given state (by compacted place).
+        first: compacted place at which each state row's last segment starts, [N]; length: its valid tokens, [N].
+        restarted: [N], whether that last segment started from zeros.
+    """
+
+    order: Array | None
+    back: Array | None
+    sequence: Array
+    position: Array
+    fresh: Array
+    first: Array
+    length: Array
+    restarted: Array
+
+
+def index_range(xp: Namespace, like: Array, stop: int) -> Array:
+    """0, 1, ..., stop - 1 as int32 on the device of ``like``."""
+    device = {"device": like.device} if type(like).__module__.startswith("torch") else {}
+    return xp.arange(stop, dtype=xp.int32, **device)
+
+
+def _running_max(xp: Namespace, x: Array) -> Array:
+    """Largest value so far along the last dimension, by doubling: the array API has no cumulative maximum."""
+    step = 1
+    while step < x.shape[-1]:
+        x = xp.concat([x[..., :step], xp.maximum(x[..., step:], x[..., :-step])], axis=-1)
+        step *= 2
+    return x
+
+
+def compact(xp: Namespace, x: Array, order: Array | None) -> Array:
+    """Tokens [B, T, ...] at their compacted places."""
+    return x if order is None else x[index_range(xp, order, order.shape[0])[:, None], order]
+
+
+restore = compact  # with ``Layout.back``: the way home is a permutation too
+
+
+def segment_starts(xp: Namespace, segment_ids: Array, mask: Array | None) -> Array:
+    """True where a segment other than the row's first begins. [B, T]
+
+    Masked tokens neither begin nor end a segment.
+    """
+    order = back = None
+    if mask is not None:
+        order = xp.argsort(xp.astype(xp.logical_not(mask), xp.int32), axis=-1, stable=True)
+        back = xp.argsort(order, axis=-1, stable=True)
+    ids = compact(xp, segment_ids, order)
+    changed = xp.concat([xp.zeros_like(ids[:, :1], dtype=xp.bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    changed = restore(xp, changed, back)
+    return changed if mask is None else changed & mask
+
+
+def layout(
+    xp: Namespace, like: Array, cu_seqlens: Array | None, segment_ids: Array | None, mask: Array | None
+) -> Layout:
+    """The layout of a batch; ``like`` is any operand [B, T, ...] on the device at hand.
+
+    At most one of cu_seqlens [N + 1] (then B = 1) and segment_ids [B, T] is given.
+    """
+    B, T = like.shape[:2]
+    token = xp.broadcast_to(index_range(xp, like, T)[None, :], (B, T))
+    row = xp.broadcast_to(index_range(xp, like, B)[:, None], (B, T))
+    if cu_seqlens is None:
+        sequence, bounds = row, None
+    else:
+        bounds = xp.astype(cu_seqlens, xp.int32)
+        # The sequence of token t is the number of boundaries at or before it (repeated ones are empty sequences).
+        sequence = xp.astype(xp.searchsorted(bounds[1:], token[0], side="right"), xp.int32)[None, :]
+        sequence = xp.minimum(sequence, xp.zeros_like(sequence) + (bounds.shape[0] - 2))
+    order = back = None
+    valid = None
+    if mask is not None:
+        key = 2 * sequence + xp.astype(xp.logical_not(mask), xp.int32)
+        order = xp.argsort(key, axis=-1, stable=True)
+        back = xp.argsort(order, axis=-1, stable=True)
+        sequence, valid = compact(xp, sequence, order), compact(xp, mask, order)
+    if bounds is None:
+        start = xp.zeros_like(token)
+        if segment_ids is not None:
+            ids = compact(xp, segment_ids, order)
+            changed = xp.concat([xp.zeros_like(ids[:, :1], dtype=xp.bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+            changed = changed if valid is None else changed & valid
+            start = _running_max(xp, xp.where(changed, token, xp.zeros_like(token)))
+        begin = xp.zeros_like(row[:, 0])
+        count = begin + T if valid is None else xp.astype(xp.sum(xp.astype(valid, xp.int32), axis=1), xp.int32)
+        last = xp.maximum(count - 1, xp.zeros_like(count))
+        first = start[index_range(xp, like, B), last]
+        length = count - first
+        fresh, restarted = start > 0, first > 0
+    else:
+        start = bounds[sequence]
+        first = bounds[:-1]
+        length = bounds[1:] - bounds[:-1]
+        if valid is not None:
+            each = sequence[0][:, None] == index_range(xp, like, bounds.shape[0] - 1)[None, :]
+            length = xp.astype(xp.sum(xp.astype(each & valid[0][:, None], xp.int32), axis=0), xp.int32)
+        fresh, restarted = xp.zeros_like(token, dtype=xp.bool), xp.zeros_like(first, dtype=xp.bool)
+    return Layout(order, back, sequence, token - start, fresh, first, length, restarted)

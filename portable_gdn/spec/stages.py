@@ -1,0 +1,323 @@
+"""The seven stages of the chunkwise rule, each a function of one chunk.
+
+Every function takes its array namespace ``xp`` (array API, as array-api-compat or ``jax.numpy`` provide it) and
+its matrix product ``mm(a, b, name_a, name_b)``; the names say which operand is which, so that a product may round
+them differently (``precision.py``). Leading dimensions are arbitrary and broadcast: heads, groups, batch.
+
+Shapes below leave them out. C tokens in a chunk (a power of two), K key channels, V value channels,
+n decay groups (1: one decay a head, K: one a channel).
+
+A decay below ``RESET`` is a hard reset: exp of it is 0 in float32. It is counted, not summed, since a sum that
+contains it has no digits left for its neighbours; nothing crosses it. Exponents are masked before exp, never after:
+0 * inf is NaN. Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), and the KDA and GDN-2 reports for
+the finer gates; the hierarchy of reference rows in ``channel_scores`` keeps every exponent <= 0 for any gate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = [
+    "RESET", "STAGES", "Product", "decay", "delta", "inverse", "lower_blocks", "output", "pair_decay", "scores",
+    "state", "transpose", "wy",
+]
+
+Array = Any
+Namespace = Any
+
+RESET = -104.0  # exp(-104) rounds to 0 in float32 (the smallest subnormal is exp(-103.28))
+
+STAGES = ("decay", "scores", "inverse", "wy", "state", "delta", "output")
+
+
+class Product(Protocol):
+    """A matrix product over the last two dimensions that knows its operands by name."""
+
+    def __call__(self, a: Array, b: Array, name_a: str, name_b: str) -> Array: ...
+
+
+def transpose(xp: Namespace, x: Array) -> Array:
+    """Swap the last two dimensions."""
+    return xp.matrix_transpose(x)
+
+
+def lower_triangle(xp: Namespace, like: Array, strict: bool) -> Array:
+    """Boolean [C, C]: row i may see column j (i >= j, or i > j)."""
+    index = xp.arange(like.shape[-2], **_where(like))
+    row, column = index[:, None], index[None, :]
+    return row > column if strict else row >= column
+
+
+def _where(x: Array) -> dict[str, Any]:
+    """The device of x for a new array, where the library wants to be told (torch does)."""
+    return {"device": x.device} if type(x).__module__.startswith("torch") else {}
+
+
+# decay -----------------------------------------------------------------------------------------------------------
+
+
+def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, Array]:
+    """Cumulative decay in the chunk, and the number of resets so far.
+
+    Args:
+        g: log decay [C, n].
+        starts: boolean [C, 1], True at the first token of a new segment; those are resets too, and no sum runs
+            across them, so that a segment's numbers do not depend on its neighbours by so much as a rounding.
+
+    Returns:
+        G [C, n], inclusive cumulative sum of the gates that are not resets; count [C, n] of resets, as floats.
+    """
+    reset = g < RESET
+    if starts is not None:
+        reset = reset | starts
+    count = xp.cumulative_sum(xp.astype(reset, g.dtype), axis=-2)
+    kept = xp.where(reset, xp.zeros_like(g), g)
+    if starts is None:
+        return xp.cumulative_sum(kept, axis=-2), count
+    return segmented_sum(xp, kept, starts), count
+
+
+def segmented_sum(xp: Namespace, x: Array, starts: Array, reverse: bool = False) -> Array:
+    """Inclusive cumulative sum over the tokens of x [C, n] that begins anew at every start (or, reversed, ends there)."""
+    segment = xp.cumulative_sum(xp.astype(starts, x.dtype), axis=-2)
+    length, step = x.shape[-2], 1
+    while step < length:
+        if reverse:
+            near, far = slice(0, length - step), slice(step, length)
+        else:
+            near, far = slice(step, length), slice(0, length - step)
+        add = xp.where(segment[..., near, :] == segment[..., far, :], x[..., far, :], xp.zeros_like(x[..., far, :]))
+        rest = xp.zeros_like(x[..., :step, :])
+        x = x + xp.concat([add, rest] if reverse else [rest, add], axis=-2)
+        step *= 2
+    return x
+
+
+def from_start(xp: Namespace, G: Array, count: Array) -> Array:
+    """exp(G) where no reset lies between the chunk's start and the row, else 0. [C, n]"""
+    return xp.exp(xp.where(count == 0, G, -xp.inf))
+
+
+def to_end(xp: Namespace, G: Array, count: Array) -> Array:
+    """exp(G_C - G) where no reset lies between the row and the chunk's end, else 0. [C, n]"""
+    last, last_count = G[..., -1:, :], count[..., -1:, :]
+    return xp.exp(xp.where(count == last_count, last - G, -xp.inf))
+
+
+def across(xp: Namespace, G: Array, count: Array) -> Array:
+    """exp(G_C), what the chunk leaves of the state that enters it; 0 after a reset. [1, n]"""
+    return from_start(xp, G[..., -1:, :], count[..., -1:, :])
+
+
+def to_channels(xp: Namespace, x: Array, channels: int) -> Array:
+    """Repeat a grouped factor [C, n] to the channels of its groups [C, K]; n = 1 and n = K stay and broadcast."""
+    n = x.shape[-1]
+    if n in (1, channels):
+        return x
+    wide = xp.broadcast_to(x[..., None], (*x.shape, channels // n))
+    return xp.reshape(wide, (*x.shape[:-1], channels))
+
+
+def over_groups(xp: Namespace, x: Array, groups: int) -> Array:
+    """Sum [C, K] over the channels of each group: [C, n]."""
+    if groups == x.shape[-1]:
+        return x
+    if groups == 1:
+        return xp.sum(x, axis=-1, keepdims=True)
+    return xp.sum(xp.reshape(x, (*x.shape[:-1], groups, x.shape[-1] // groups)), axis=-1)
+
+
+def split_groups(xp: Namespace, x: Array, groups: int) -> Array:
+    """[C, K] as [n, C, K/n]."""
+    return xp.moveaxis(xp.reshape(x, (*x.shape[:-1], groups, x.shape[-1] // groups)), -2, -3)
+
+
+def join_groups(xp: Namespace, x: Array) -> Array:
+    """The inverse of split_groups: [n, C, K/n] as [C, K]."""
+    x = xp.moveaxis(x, -3, -2)
+    return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+
+
+def pair_decay(xp: Namespace, G: Array, count: Array) -> Array:
+    """D[i, j] = exp(G_i - G_j) for i >= j with no reset between them, else 0. [n, C, C]"""
+    G, count = transpose(xp, G), transpose(xp, count)
+    keep = (count[..., :, None] == count[..., None, :]) & lower_triangle(xp, G[..., None], strict=False)
+    return xp.exp(xp.where(keep, G[..., :, None] - G[..., None, :], -xp.inf))
+
+
+def by_channel(k: Array, G: Array) -> bool:
+    """Whether the decay is given channel by channel, so that it cannot leave the contraction."""
+    return 1 < G.shape[-1] == k.shape[-1]
+
+
+# scores ----------------------------------------------------------------------------------------------------------
+
+
+def scores(
+    xp: Namespace, mm: Product, q: Array, k: Array, b: Array | None, G: Array, count: Array, scale: float
+) -> tuple[Array | None, Array]:
+    """Decayed scores of the keys against themselves and of the queries against the keys.
+
+    Akk[i, j] = sum_d b_i k_i k_j exp(G_i - G_j) for i > j;  Aqk[i, j] = scale sum_d q_i k_j exp(G_i - G_j) for i >= j.
+
+    Args:
+        q, k: [C, K].  b: erase gate [C, 1] or [C, K], or None (erases nothing; Akk is then None).
+        G, count: as ``decay`` returns them.
+
+    Returns:
+        Akk [C, C] or None, Aqk [C, C].
+    """
+    if by_channel(k, G):
+        rows = [q] if b is None else [q, b * k]
+        pairs = channel_scores(xp, mm, rows, ["q", "k"], k, G, count)
+        same = scale * xp.sum(q * k, axis=-1)[..., None]
+        index = xp.arange(k.shape[-2], **_where(k))
+        Aqk = xp.where(index[:, None] == index[None, :], same, scale * pairs[0])
+        return (None if b is None else pairs[1]), Aqk
+    D = pair_decay(xp, G, count)
+    kT = transpose(xp, k)
+    if G.shape[-1] == 1:
+        D = D[..., 0, :, :]
+        Aqk = scale * mm(q, kT, "q", "k") * D
+        if b is None:
+            return None, Aqk
+        Akk = b * mm(k, kT, "k", "k") if b.shape[-1] == 1 else mm(b * k, kT, "k", "k")
+        return xp.where(lower_triangle(xp, k, strict=True), Akk * D, 0.0), Aqk
+    groups = G.shape[-1]
+    kT = transpose(xp, split_groups(xp, k, groups))
+    Aqk = scale * xp.sum(D * mm(split_groups(xp, q, groups), kT, "q", "k"), axis=-3)
+    if b is None:
+        return None, Aqk
+    Akk = xp.sum(D * mm(split_groups(xp, b * k, groups), kT, "k", "k"), axis=-3)
+    return xp.where(lower_triangle(xp, k, strict=True), Akk, 0.0), Aqk
+
+
+def halves(xp: Namespace, x: Array, size: int) -> tuple[Array, Array]:
+    """Rows of [C, D] as pairs of adjacent blocks of ``size`` rows: (left, right), each [C / 2 size, size, D]."""
+    x = xp.reshape(x, (*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1]))
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def channel_factors(xp: Namespace, G: Array, count: Array, size: int) -> tuple[Array, Array]:
+    """exp of the decay from each row of a left block to that block's last row, and from there to each row of the right.
+
+    With that reference no exponent is positive, whatever the gates, and none depends on a later token than its query.
+    """
+    left, right = halves(xp, G, size)
+    left_count, right_count = halves(xp, count, size)
+    last, last_count = left[..., -1:, :], left_count[..., -1:, :]
+    return (
+        xp.exp(xp.where(left_count == last_count, last - left, -xp.inf)),
+        xp.exp(xp.where(right_count == last_count, right - last, -xp.inf)),
+    )
+
+
+def channel_scores(
+    xp: Namespace, mm: Product, rows: list[Array], names: list[str], k: Array, G: Array, count: Array
+) -> list[Array]:
+    """For each x of rows: sum_d x_i k_j exp(G_i - G_j) for i > j, the decay given by channel. [C, C] each.
+
+    Pairs of blocks of 1, 2, 4, ... rows: at every size the right block's rows meet the left block's keys.
+    """
+    blocks = [xp.zeros_like(x[..., :, None, :1]) * xp.zeros_like(G[..., :, None, :1]) for x in rows]
+    size = 1
+    while size < k.shape[-2]:
+        to_last, from_last = channel_factors(xp, G, count, size)
+        keys = transpose(xp, halves(xp, k, size)[0] * to_last)
+        for i, x in enumerate(rows):
+            corner = mm(halves(xp, x, size)[1] * from_last, keys, names[i], "k")
+            blocks[i] = _grow(xp, blocks[i], corner)
+        size *= 2
+    return [x[..., 0, :, :] for x in blocks]
+
+
+def _grow(xp: Namespace, blocks: Array, corner: Array) -> Array:
+    """Blocks [2m, s, s] on the diagonal and the corners between their pairs [m, s, s]: blocks [m, 2s, 2s]."""
+    shape = blocks.shape
+    pairs = xp.reshape(blocks, (*shape[:-3], shape[-3] // 2, 2, *shape[-2:]))
+    first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+    top = xp.concat([first, xp.zeros_like(first)], axis=-1)
+    return xp.concat([top, xp.concat([corner, second], axis=-1)], axis=-2)
+
+
+def lower_blocks(xp: Namespace, A: Array) -> list[Array]:
+    """The corners of A [C, C] that join pairs of blocks of 1, 2, 4, ... C/2 rows: [C / 2 size, size, size] each."""
+    found = []
+    A = A[..., None, :, :]
+    while A.shape[-1] > 1:
+        half = A.shape[-1] // 2
+        found.append(A[..., half:, :half])
+        pairs = xp.stack([A[..., :half, :half], A[..., half:, half:]], axis=-3)
+        A = xp.reshape(pairs, (*pairs.shape[:-4], pairs.shape[-4] * 2, half, half))
+    return found[::-1]
+
+
+# inverse, wy, state, delta, output -----------------------------------------------------------------------------------
+
+
+def inverse(xp: Namespace, mm: Product, Akk: Array) -> Array:
+    """T = (I + Akk)^-1 for a strictly lower triangular Akk [C, C], by a ladder of block sizes 1, 2, 4, ... .
+
+    [[L, 0], [A, R]]^-1 = [[L^-1, 0], [-R^-1 A L^-1, R^-1]]. Powers of Akk never appear: with repeated keys they
+    overflow long before they cancel.
+    """
+    blocks = xp.ones_like(Akk[..., :, None, :1])
+    for corner in lower_blocks(xp, Akk):
+        if corner.shape[-1] == 1:
+            joint = corner
+        else:
+            pairs = xp.reshape(blocks, (*blocks.shape[:-3], blocks.shape[-3] // 2, 2, *blocks.shape[-2:]))
+            joint = mm(mm(pairs[..., 1, :, :], corner, "T", "A"), pairs[..., 0, :, :], "T", "T")
+        blocks = _grow(xp, blocks, -joint)
+    return blocks[..., 0, :, :]
+
+
+def wy(
+    xp: Namespace, mm: Product, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None,
+    G: Array, count: Array,
+) -> tuple[Array, Array | None]:
+    """U = T (w * v) [C, V] and W = T (b * k * exp G) [C, K]; without an erase gate U = w * v and W is None."""
+    written = v if w is None else w * v
+    if b is None or T is None:
+        return written, None
+    erased = b * k * to_channels(xp, from_start(xp, G, count), k.shape[-1])
+    return mm(T, written, "T", "R"), mm(T, erased, "T", "R")
+
+
+def delta(xp: Namespace, mm: Product, U: Array, W: Array | None, S: Array) -> Array:
+    """What the chunk really writes: Vn = U - W S, with S [K, V] the state at its start. [C, V]"""
+    return U if W is None else U - mm(W, S, "W", "S")
+
+
+def delta_direct(
+    xp: Namespace, mm: Product, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None,
+    G: Array, count: Array, S: Array,
+) -> Array:
+    """The same Vn = T (w * v - (b * k * exp G) S) with a product fewer, for whoever has S at hand."""
+    written = v if w is None else w * v
+    if b is None or T is None:
+        return written
+    factor = from_start(xp, G, count)
+    if factor.shape[-1] == 1 and b.shape[-1] == 1:
+        held = (b * factor) * mm(k, S, "k", "S")
+    else:
+        held = mm(b * k * to_channels(xp, factor, k.shape[-1]), S, "k", "S")
+    return mm(T, written - held, "T", "R")
+
+
+def output(
+    xp: Namespace, mm: Product, q: Array, Aqk: Array, Vn: Array, G: Array, count: Array, S: Array, scale: float
+) -> Array:
+    """o = scale (q * exp G) S + Aqk Vn. [C, V]"""
+    factor = from_start(xp, G, count)
+    if factor.shape[-1] == 1:
+        return (scale * factor) * mm(q, S, "q", "S") + mm(Aqk, Vn, "Aqk", "Vn")
+    return mm(scale * q * to_channels(xp, factor, q.shape[-1]), S, "q", "S") + mm(Aqk, Vn, "Aqk", "Vn")
+
+
+def state(xp: Namespace, mm: Product, k: Array, Vn: Array, G: Array, count: Array, S: Array) -> Array:
+    """The state after the chunk: diag(exp G_C) S + (k * exp(G_C - G))^T Vn. [K, V]"""
+    channels = k.shape[-1]
+    keys = k * to_channels(xp, to_end(xp, G, count), channels)
+    kept = transpose(xp, to_channels(xp, across(xp, G, count), channels))
+    return kept * S + mm(transpose(xp, keys), Vn, "k", "Vn")

@@ -1,0 +1,89 @@
+"""Checks of contents, for calls that ask for them: at once where arrays are real, by checkify under a JAX trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .door import library_of
+from .spec.errors import GdnError
+from .spec.problem import Signature
+
+__all__ = ["check"]
+
+Array = Any
+
+FINITE = (
+    "q", "k", "v", "qkv", "beta", "erase", "write", "initial_state", "A_log", "dt_bias", "conv_weight", "conv_bias",
+    "conv_state",
+)
+PER_TOKEN = ("q", "k", "v", "qkv", "g", "beta", "erase", "write")
+
+
+def check(s: Signature, operands: dict[str, Array]) -> None:
+    """Check what a call's arrays hold; masked tokens may hold anything.
+
+    Raises:
+        GdnError: the first condition that fails. Under a JAX trace the conditions become ``checkify.check`` instead, and
+            under torch.compile assertions of the compiled program.
+    """
+    xp, decide = _tools(s, operands)
+    for holds, sentence in _conditions(xp, s, operands):
+        decide(holds, sentence)
+
+
+def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
+    def now(holds: Array, sentence: str) -> None:
+        if not bool(holds):
+            raise GdnError(sentence)
+
+    if s.library == "torch":
+        import array_api_compat.torch as xp
+        import torch
+
+        if torch.compiler.is_compiling():
+            return xp, torch._assert_async
+        return xp, now
+    if s.library == "jax":
+        import jax.numpy as jnp
+        from jax.experimental import checkify
+
+        return jnp, (lambda holds, sentence: checkify.check(holds, sentence.replace("{", "{{"))) if s.traced else now
+    import array_api_compat.numpy as npx
+
+    return npx, now
+
+
+def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[tuple[Array, str]]:
+    mask = operands.get("mask")
+
+    def seen(name: str) -> Array:
+        x = operands[name]
+        if library_of(x) == "numpy" and x.dtype.name == "bfloat16":
+            x = x.astype(np.float32)
+        if mask is None or name not in PER_TOKEN:
+            return x
+        keep = xp.reshape(mask, (*mask.shape, *(1,) * (x.ndim - 2)))
+        return xp.where(keep, x, xp.zeros_like(x))
+
+    for name in FINITE:
+        if name in operands:
+            yield xp.all(xp.isfinite(seen(name))), f"{name} holds values that are not finite; all must be finite."
+    if "g" in operands:
+        g = seen("g")
+        if s.gate is not None:
+            yield xp.all(xp.isfinite(g)), "g holds values that are not finite; a raw projection must be finite."
+        else:
+            yield xp.all(xp.logical_not(xp.isnan(g))), "g holds NaN; it must be a log decay, <= 0 (-inf is a reset)."
+            yield xp.all(g <= 0), "g holds positive values; it must be a log decay, <= 0."
+    for name in ("beta", "erase", "write"):
+        if name in operands:
+            x = seen(name)
+            yield xp.all((x >= 0) & (x <= 2)), f"{name} holds values outside [0, 2]; it must lie within."
+    if "cu_seqlens" in operands:
+        cu = operands["cu_seqlens"]
+        yield cu[0] == 0, "cu_seqlens does not start at 0; it must."
+        yield cu[-1] == s.T, f"cu_seqlens does not end at T = {s.T}; it must."
+        yield (cu[1:] >= cu[:-1]).all(), "cu_seqlens decreases; it must never."
