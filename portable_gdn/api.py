@@ -20,6 +20,8 @@ __all__ = [
     "gated_delta_rule_step",
 ]
 
+dispatch.backends()  # found now, since torch.compile cannot trace the search
+
 Array = Any
 Gate = SoftplusGate | BoundedGate
 
@@ -186,6 +188,10 @@ def gated_delta_mixer(
     """
     if not isinstance(conv, ShortConv):
         raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
+    if conv.weight is None:
+        raise bad("conv.weight", "None", "be an array [channels, W]")
+    if state is not None and not (isinstance(state, tuple) and len(state) == 2):
+        raise bad("state", f"a {type(state).__name__}", "be None or a MixerState")
     recurrent, before = (None, None) if state is None else state
     if isinstance(qkv, (tuple, list)):
         if len(qkv) != 3:
@@ -255,6 +261,8 @@ def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
         return None
     if not isinstance(gate, (SoftplusGate, BoundedGate)):
         raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
+    if isinstance(gate, BoundedGate) and gate.lower_bound is None:
+        raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
     _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)
 

@@ -77,9 +77,9 @@ def get(name: str) -> Backend:
         GdnError: there is none.
     """
     _load()
-    if name in _broken:
+    if isinstance(name, str) and name in _broken:
         raise GdnError(f"backend {name!r} cannot be used: {_broken[name]}.")
-    if name not in _registry:
+    if not isinstance(name, str) or name not in _registry:
         known = ", ".join(repr(b.name) for b in backends())
         raise GdnError(f"backend is {name!r}; it must be one of {known}.")
     return _registry[name]
@@ -143,6 +143,8 @@ class Explanation(NamedTuple):
 def explain(signature: Signature, name: str | None = None) -> Explanation:
     """The choice for a call and its reasons; never raises for a call that nothing can run."""
     name = name or os.environ.get(ENVIRONMENT) or None
+    if name not in (None, *_broken):
+        get(name)  # an unknown name is a wrong call
     chosen, passed = None, []
     for backend in backends():
         reason = _reason(backend, signature)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from . import dispatch
 from .spec.errors import GdnError, bad
+from .spec.evaluate import DIFFERENTIABLE
 from .spec.problem import Backend, Meta, Options, Problem, Result, Signature, check_boundaries, make_signature
 
-__all__ = ["describe", "empty_result", "library_of", "normalise", "run"]
+__all__ = ["describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
 
 Array = Any
 
@@ -77,7 +79,7 @@ def normalise(
         )
         try:
             signature, chosen = _CALLS[key]
-        except KeyError:
+        except (KeyError, TypeError):  # TypeError: an option that cannot be hashed, and so cannot be right
             signature = describe(operands, options)
             chosen = dispatch.choose(signature, backend)
             if len(_CALLS) >= _MOST_CALLS:
@@ -99,6 +101,18 @@ def run(problem: Problem, backend: Backend) -> Result:
     return backend.run(problem)
 
 
+def run_with_gradients(
+    problem: Problem, backend: Backend, cotangents: Mapping[str, Array]
+) -> tuple[Result, dict[str, Array]]:
+    """Compute a call and the cotangents of its float operands from those of "o" and "state"."""
+    if problem.signature.B * problem.signature.T == 0:
+        grads = {name: 0 * x for name, x in problem.operands.items() if name in DIFFERENTIABLE}
+        if "initial_state" in grads and "state" in cotangents:
+            grads["initial_state"] = cotangents["state"]
+        return empty_result(problem), grads
+    return backend.gradients(problem, cotangents)
+
+
 def _key(x: Array) -> Any:
     library = library_of(x)
     if library == "torch":
@@ -115,10 +129,13 @@ def _is_tracer(x: Array) -> bool:
 
 
 def _boundary_list(values: Any) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # ragged
+        raise bad("cu_seqlens", repr(values), "be a flat list of integers") from None
     if array.dtype.kind not in "iu":
         raise bad("cu_seqlens", f"a list of {array.dtype.name if array.size else 'nothing'}", "hold integers")
-    return array.astype(np.int32)
+    return array.astype(np.int32 if np.all(np.abs(array) < 2**31) else np.int64)
 
 
 def _check_host_boundaries(cu_seqlens: Array, T: int) -> None:
@@ -198,7 +215,7 @@ def empty_result(problem: Problem) -> Result:
     """The answer to a call without tokens: no outputs, and states as they were given, or zeros."""
     s, x = problem
     like = x["qkv"] if "qkv" in x else x["v"]
-    library = library_of(like)
+    library = s.library
     if library == "torch":
         import torch as xp
 
@@ -206,15 +223,16 @@ def empty_result(problem: Problem) -> Result:
     elif library == "jax":
         import jax.numpy as xp
 
+        like, x = xp.asarray(like), {name: xp.asarray(a) for name, a in x.items() if name.endswith("state")}
         make = lambda shape: xp.zeros(shape, xp.float32)  # noqa: E731
     else:
         make = lambda shape: np.zeros(shape, np.float32)  # noqa: E731
     # Taken from the input, so that it stays in the graph of whoever differentiates.
     time = () if s.step else (s.T,)
-    o = (like if s.conv is None else like[..., : s.HV * s.V]).reshape((s.B, *time, s.HV, s.V)) + 0
+    o = (like if s.conv is None else like[..., : s.HV * s.V]).reshape((s.B, *time, s.HV, s.V)) * 1
     state = None
     if s.output_final_state:
-        state = x["initial_state"] + 0 if "initial_state" in x else make(s.state_shape)
+        state = x["initial_state"] * 1 if "initial_state" in x else make(s.state_shape)
     conv_state = None
     if s.conv is not None:
         shape = (s.N, s.conv.width - 1, s.conv.channels)

@@ -22,6 +22,7 @@ class Numpy:
     libraries: tuple[str, ...] = ("numpy",)
     auto = True
     priority = 50
+    slow = False
     rule: CoreRule = staticmethod(token_by_token)
 
     def unavailable(self) -> str | None:

@@ -24,6 +24,7 @@ class Torch:
     libraries = ("torch",)
     auto = True
     priority = 40
+    slow = False
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""

@@ -23,6 +23,7 @@ class Xla:
     libraries = ("jax",)
     auto = True
     priority = 30
+    slow = True
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""

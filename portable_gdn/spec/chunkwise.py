@@ -81,38 +81,38 @@ def backward_chunk(
 
     dVn = mm(tr(Aqk), dO, "Aqk", "dO") + mm(k * end, dS, "k", "dS")
     X = dVn if T is None else mm(tr(T), dVn, "T", "dVn")
-    # Only the lower triangle counts; multiplying by the decays (0 above it) masks both.
-    dAqk = mm(dO, tr(Vn), "dO", "Vn")
+    dAqk = mm(dO, tr(Vn), "dO", "Vn")  # of these only the lower triangle counts: the decays mask them
     dAkk = None if e is None else -mm(X, tr(Vn), "X", "Vn")
 
     dS0 = kept * dS + mm(tr(scale * q * begin), dO, "q", "dO")
-    dq = scale * begin * mm(dO, tr(S), "dO", "S")
+    dq_state = scale * begin * mm(dO, tr(S), "dO", "S")
     dk_state = end * mm(Vn, tr(dS), "Vn", "dS")
-    de = None
+    read = q * dq_state
+    de_state = None
     if e is not None:
         dS0 = dS0 - mm(tr(e * begin), X, "k", "X")
-        de = -begin * mm(X, tr(S), "X", "S")
+        de_state = -begin * mm(X, tr(S), "X", "S")
+        read = read + e * de_state
 
-    pairs_q, pairs_e, pairs_k = _pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
-    dq = dq + pairs_q
-    dk = dk_state + pairs_k
-
-    dG = q * dq - k * dk
-    if e is not None and de is not None and pairs_e is not None:
-        de = de + pairs_e
-        dG = dG + e * de
+    # dg_t gathers all that decays across t: pairs i >= t > j, the state at the start read at i >= t, the state at the end
+    # written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing cancels:
+    # under strong decays the true dg is far smaller than q dq or k dk.
+    dq, de, dk, dg = _pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
     groups = g.shape[-1]
-    through_state = st.over_groups(xp, tr(kept * xp.sum(S * dS, axis=-1, keepdims=True)), groups)
-    last = through_state + xp.sum(st.over_groups(xp, k * dk_state, groups), axis=-2, keepdims=True)
-    dg = _suffix_sum(xp, st.over_groups(xp, dG, groups), last, g, starts)
+    through = st.over_groups(xp, tr(kept * xp.sum(S * dS, axis=-1, keepdims=True)), groups)
+    dg = dg + through + _from_here_on(xp, st.over_groups(xp, read, groups)) + _before(
+        xp, st.over_groups(xp, k * dk_state, groups))
+    off = g < st.RESET if starts is None else (g < st.RESET) | starts
+    dg = xp.where(off, xp.zeros_like(dg), dg)
 
-    dw = None if w is None else _like_gate(xp, X * v, w)
-    dv = X if w is None else X * w
+    dq, dk = dq + dq_state, dk + dk_state
     db = None
-    if de is not None and b is not None:
+    if b is not None and de is not None and de_state is not None:
+        de = de + de_state
         db = _like_gate(xp, de * k, b)
         dk = dk + de * b
-    return ChunkGradients(dq, dk, dv, dg, db, dw, dS0)
+    dw = None if w is None else _like_gate(xp, X * v, w)
+    return ChunkGradients(dq, dk, X if w is None else X * w, dg, db, dw, dS0)
 
 
 def _like_gate(xp: Namespace, x: Array, gate: Array) -> Array:
@@ -120,26 +120,28 @@ def _like_gate(xp: Namespace, x: Array, gate: Array) -> Array:
     return xp.sum(x, axis=-1, keepdims=True) if gate.shape[-1] == 1 else x
 
 
-def _suffix_sum(xp: Namespace, dG: Array, last: Array, g: Array, starts: Array | None) -> Array:
-    """dg_t = sum of dG over the tokens from t on, ``last`` added to the last token; exactly 0 at a reset."""
-    dG = xp.concat([dG[..., :-1, :], dG[..., -1:, :] + last], axis=-2)
-    if starts is None:
-        dg = xp.flip(xp.cumulative_sum(xp.flip(dG, axis=-2), axis=-2), axis=-2)
-        return xp.where(g < st.RESET, xp.zeros_like(dg), dg)
-    dg = st.segmented_sum(xp, dG, starts, reverse=True)
-    return xp.where((g < st.RESET) | starts, xp.zeros_like(dg), dg)
+def _from_here_on(xp: Namespace, x: Array) -> Array:
+    """At each token the sum of x [..., C, n] over that and later tokens."""
+    return xp.flip(xp.cumulative_sum(xp.flip(x, axis=-2), axis=-2), axis=-2)
+
+
+def _before(xp: Namespace, x: Array) -> Array:
+    """At each token the sum of x [..., C, n] over earlier tokens."""
+    total = xp.cumulative_sum(x, axis=-2)
+    return xp.concat([xp.zeros_like(x[..., :1, :]), total[..., :-1, :]], axis=-2)
 
 
 def _pair_gradients(
     xp: Namespace, mm: Product, q: Array, k: Array, e: Array | None, G: Array, count: Array, scale: float,
     dAqk: Array, dAkk: Array | None,
-) -> tuple[Array, Array | None, Array]:
-    """What the scores' cotangents give to q, e and k. [C, K] each."""
+) -> tuple[Array, Array | None, Array, Array]:
+    """What the scores' cotangents give to q, e and k [C, K], and to the decays between their rows [C, n]."""
     if st.by_channel(k, G):
         return _channel_pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
     tr = lambda x: st.transpose(xp, x)  # noqa: E731
     D = st.pair_decay(xp, G, count)
     groups = G.shape[-1]
+    strict = st.lower_triangle(xp, k, strict=True)
     if groups == 1:
         D = D[..., 0, :, :]
         split = join = lambda x: x  # noqa: E731
@@ -147,50 +149,63 @@ def _pair_gradients(
         dAqk, dAkk = dAqk[..., None, :, :], None if dAkk is None else dAkk[..., None, :, :]
         split = lambda x: st.split_groups(xp, x, groups)  # noqa: E731
         join = lambda x: st.join_groups(xp, x)  # noqa: E731
+    q, k, e = split(q), split(k), None if e is None else split(e)
     dAqk = scale * dAqk * D
-    dq = join(mm(dAqk, split(k), "dA", "k"))
-    dk = mm(tr(dAqk), split(q), "dA", "q")
-    if e is None or dAkk is None:
-        return dq, None, join(dk)
-    dAkk = xp.where(st.lower_triangle(xp, k, strict=True), dAkk * D, 0.0)
-    de = join(mm(dAkk, split(k), "dA", "k"))
-    return dq, de, join(dk + mm(tr(dAkk), split(e), "dA", "k"))
+    dq = mm(dAqk, k, "dA", "k")
+    dk = mm(tr(dAqk), q, "dA", "q")
+    pairs = dAqk * mm(q, tr(k), "q", "k")
+    de = None
+    if e is not None and dAkk is not None:
+        dAkk = xp.where(strict, dAkk * D, 0.0)
+        de = join(mm(dAkk, k, "dA", "k"))
+        dk = dk + mm(tr(dAkk), e, "dA", "k")
+        pairs = pairs + dAkk * mm(e, tr(k), "k", "k")
+    # Over each row the pairs with an earlier column, then over this and later rows.
+    total = xp.cumulative_sum(xp.where(strict, pairs, 0.0), axis=-1)
+    earlier = xp.concat([xp.zeros_like(total[..., :1]), total[..., :-1]], axis=-1)
+    dg = xp.sum(xp.where(st.lower_triangle(xp, D, strict=False), earlier, 0.0), axis=-2)
+    dg = dg[..., None] if groups == 1 else tr(dg)
+    return join(dq), de, join(dk), dg
 
 
 def _channel_pair_gradients(
     xp: Namespace, mm: Product, q: Array, k: Array, e: Array | None, G: Array, count: Array, scale: float,
     dAqk: Array, dAkk: Array | None,
-) -> tuple[Array, Array | None, Array]:
+) -> tuple[Array, Array | None, Array, Array]:
     """The same for decays by channel, over the hierarchy of ``stages.channel_scores``."""
     same = scale * xp.linalg.diagonal(dAqk)[..., None]
-    dq, dk, de = same * k, same * q, None
+    dq, dk, de, dg = same * k, same * q, None, xp.zeros_like(G)
     rows = [(q, st.lower_blocks(xp, scale * dAqk), "q")]
     if e is not None and dAkk is not None:
         rows.append((e, st.lower_blocks(xp, dAkk), "k"))
+        de = xp.zeros_like(dq)
     size = 1
     while size < k.shape[-2]:
         to_last, from_last = st.channel_factors(xp, G, count, size)
-        keys = st.halves(xp, k, size)[0] * to_last
-        to_keys = None
+        left = st.halves(xp, k, size)[0]
+        keys = left * to_last
+        to_keys, read = None, None
         for i, (x, corners, name) in enumerate(rows):
-            corner = corners[size.bit_length() - 1]
-            to_rows = _spread(xp, None, mm(corner, keys, "dA", "k") * from_last)
+            corner, right = corners[size.bit_length() - 1], st.halves(xp, x, size)[1]
+            to_rows = mm(corner, keys, "dA", "k") * from_last
             if i == 0:
-                dq = dq + to_rows
+                dq = dq + _spread(xp, None, to_rows)
             else:
-                de = to_rows if de is None else de + to_rows
-            new = mm(st.transpose(xp, corner), st.halves(xp, x, size)[1] * from_last, "dA", name)
+                de = de + _spread(xp, None, to_rows)
+            new = mm(st.transpose(xp, corner), right * from_last, "dA", name)
             to_keys = new if to_keys is None else to_keys + new
-        dk = dk + _spread(xp, to_keys * to_last, None)
+            read = right * to_rows if read is None else read + right * to_rows
+        to_keys = to_keys * to_last
+        dk = dk + _spread(xp, to_keys, None)
+        # Every decay in the left block lies between its earlier keys and all rows of the right; and the other way round.
+        dg = dg + _spread(xp, _before(xp, left * to_keys), _from_here_on(xp, read))
         size *= 2
-    if e is not None and de is None:  # a chunk of one token has no pairs
-        de = xp.zeros_like(dq)
-    return dq, de, dk
+    return dq, de, dk, dg
 
 
 def _spread(xp: Namespace, left: Array | None, right: Array | None) -> Array:
-    """Left or right blocks of pairs [C / 2 size, size, K] back at their rows [C, K], zeros in the others."""
-    blocks = left if left is not None else right
-    zeros = xp.zeros_like(blocks)
-    x = xp.stack([left, zeros] if left is not None else [zeros, right], axis=-3)
+    """Left and right blocks of pairs [C / 2 size, size, K] back at their rows [C, K]; a missing side is zeros."""
+    left = xp.zeros_like(right) if left is None else left
+    right = xp.zeros_like(left) if right is None else right
+    x = xp.stack([left, right], axis=-3)
     return xp.reshape(x, (*x.shape[:-4], x.shape[-4] * 2 * x.shape[-2], x.shape[-1]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .errors import GdnError, bad
@@ -161,6 +162,8 @@ class Backend(Protocol):
     """Whether a call that names no backend may choose it."""
     priority: int
     """Lower is tried first."""
+    slow: bool
+    """Whether each new shape costs it seconds; the quick proof then runs the essential cases only."""
 
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine at all (a missing package or device), as a sentence, or None."""
@@ -261,10 +264,10 @@ def _check_options(options: Options) -> None:
     size = options.chunk_size
     if size is not None and (not isinstance(size, int) or not 16 <= size <= 256 or size & (size - 1)):
         raise bad("chunk_size", repr(size), "be None or a power of two from 16 to 256")
-    if options.scale is not None and not math.isfinite(options.scale):
+    if options.scale is not None and not (isinstance(options.scale, Real) and abs(options.scale) < math.inf):
         raise bad("scale", repr(options.scale), "be None (K ** -0.5) or a finite number")
     bound = None if options.gate is None else options.gate.lower_bound
-    if bound is not None and not -5 <= bound < 0:
+    if bound is not None and not (isinstance(bound, Real) and -5 <= bound < 0):
         raise bad("gate.lower_bound", repr(bound), "lie in [-5, 0)")
 
 
@@ -300,7 +303,7 @@ def _mixer_dims(
     """Dimensions of a mixer call, whose q, k, v are channels before the convolution."""
     fused = "qkv" in meta
     H = options.num_heads
-    if H is None or H < 1:
+    if not isinstance(H, int) or H < 1:
         raise bad("num_heads", repr(H), "be the number of key heads, a positive integer")
     gates = [name for name in ("g", "beta", "erase", "write") if name in meta]
     if not gates:
@@ -313,7 +316,7 @@ def _mixer_dims(
     if fused:
         B, T, channels = _rank(meta, "qkv", "[B, T, channels]")
         K = options.key_dim
-        if K is None or K < 1:
+        if not isinstance(K, int) or K < 1:
             raise bad("key_dim", repr(K), "be the channels of a key head, a positive integer, when q | k | v is one array")
         rest = channels - 2 * H * K
         if rest < HV or rest % HV:

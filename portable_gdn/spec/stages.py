@@ -77,18 +77,15 @@ def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, 
     return segmented_sum(xp, kept, starts), count
 
 
-def segmented_sum(xp: Namespace, x: Array, starts: Array, reverse: bool = False) -> Array:
-    """Inclusive cumulative sum over the tokens of x [C, n] that begins anew at every start (or, reversed, ends there)."""
+def segmented_sum(xp: Namespace, x: Array, starts: Array) -> Array:
+    """Inclusive cumulative sum over the tokens of x [C, n] that begins anew at every start."""
     segment = xp.cumulative_sum(xp.astype(starts, x.dtype), axis=-2)
     length, step = x.shape[-2], 1
     while step < length:
-        if reverse:
-            near, far = slice(0, length - step), slice(step, length)
-        else:
-            near, far = slice(step, length), slice(0, length - step)
-        add = xp.where(segment[..., near, :] == segment[..., far, :], x[..., far, :], xp.zeros_like(x[..., far, :]))
-        rest = xp.zeros_like(x[..., :step, :])
-        x = x + xp.concat([add, rest] if reverse else [rest, add], axis=-2)
+        earlier = x[..., :-step, :]
+        same = segment[..., step:, :] == segment[..., :-step, :]
+        add = xp.where(same, earlier, xp.zeros_like(earlier))
+        x = x + xp.concat([xp.zeros_like(x[..., :step, :]), add], axis=-2)
         step *= 2
     return x
 

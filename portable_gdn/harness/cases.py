@@ -1,0 +1,307 @@
+"""The cases of the proof: designed ones, a pairwise plan, and activations of real model layers.
+
+Each is aimed at a kind of fault: strong gates and resets, repeated and correlated keys, lengths around a chunk, value
+heads that share key heads, states that are not zero, packed, segmented and padded sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..spec.problem import GateKind, Options
+from . import recordings
+from .randoms import normal, uniform
+
+__all__ = ["Case", "Inputs", "build", "designed", "pairwise", "recorded"]
+
+#: Decay kinds; -104 and less is a hard reset.
+GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
+KEYS = ("random", "correlated 0.9", "repeated")
+BETAS = ("random", "0", "1", "1.998")
+PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63, 65, 0)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe for one call; ``build`` makes its arrays.
+
+    variant: a name of ``spec.variants``. layout: "rows", "packed", "packed with empties", "segments", "left padding",
+    "right padding", "holes" or "step". gate: None, "softplus" or "bounded". conv: width of a short convolution, or None.
+    essential: whether backends for which each new shape costs seconds run it in the quick proof.
+    """
+
+    name: str
+    variant: str = "GDN"
+    T: int = 130
+    dtype: str = "float32"
+    B: int = 1
+    H: int = 2
+    HV: int = 2
+    K: int = 16
+    V: int = 24
+    gates: str = "mild"
+    keys: str = "random"
+    beta: str = "random"
+    layout: str = "rows"
+    state: bool = True
+    state_layout: str = "kv"
+    l2norm: bool = False
+    gate: str | None = None
+    conv: int | None = None
+    essential: bool = False
+    seed: int = 1
+    source: str | None = None  # a recording's file name, instead of the recipe
+    prefix: str = ""
+
+
+class Inputs(NamedTuple):
+    """One case as numpy arrays: the call's operands and options, cotangents, and outputs that came with a recording."""
+
+    operands: dict[str, Any]
+    options: Options
+    cotangents: dict[str, Any]
+    recorded: dict[str, Any]
+    recorded_by: str
+
+
+def _round(x: np.ndarray, dtype: str) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def _unit(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows of length just below 1 after rounding: a key longer than 1 makes beta near 2 diverge in truth."""
+    x = x / np.sqrt((x * x).sum(-1, keepdims=True))
+    return x * {"float32": 1 - 2.0**-22, "float16": 1 - 2.0**-9, "bfloat16": 1 - 2.0**-6}[dtype]
+
+
+def _keys(c: Case, shape: tuple[int, ...]) -> np.ndarray:
+    own, common = normal(c.seed, "k", shape), normal(c.seed, "k common", (*shape[:1], 1, *shape[2:]))
+    if c.keys == "repeated":
+        own = np.broadcast_to(common, shape)
+    elif c.keys == "correlated 0.9":
+        own = np.sqrt(0.1) * own + np.sqrt(0.9) * common
+    return _unit(own, c.dtype)
+
+
+def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
+    T = shape[1]
+    u = uniform(c.seed, "g", shape)
+    g = 0.2 * np.log(u)  # mean -0.2, spread as an exponential
+    if c.gates == "zero":
+        g = np.zeros(shape)
+    elif c.gates == "half zero":
+        g = np.where(uniform(c.seed, "g zero", shape) < 0.5, 0.0, g)
+    elif c.gates in ("-3 each", "-20 each"):
+        g = np.full(shape, float(c.gates.split()[0]))
+    elif c.gates.startswith("one"):
+        g[:, 2 * T // 3 : 2 * T // 3 + 1] = float(c.gates.split()[1])
+    elif c.gates == "many resets":
+        g = np.where(uniform(c.seed, "g reset", shape) < 0.08, -np.inf, g)
+    return g
+
+
+def _beta(c: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return uniform(c.seed, name, shape) if c.beta == "random" else np.full(shape, float(c.beta))
+
+
+def build(c: Case) -> Inputs:
+    """The arrays of a case."""
+    if c.source is not None:
+        return _from_recording(c)
+    lengths = PACKED.get(c.layout)
+    B, T = (1, sum(lengths)) if lengths else (c.B, c.T)
+    N = len(lengths) if lengths else B
+    x: dict[str, Any] = {}
+    if c.conv is None:
+        q = normal(c.seed, "q", (B, T, c.H, c.K))
+        x["q"] = _round(q if c.l2norm else _unit(q, c.dtype) * c.K**0.25, c.dtype)
+        k = _keys(c, (B, T, c.H, c.K))
+        x["k"] = _round(3 * k if c.l2norm else k, c.dtype)
+        x["v"] = _round(normal(c.seed, "v", (B, T, c.HV, c.V)), c.dtype)
+    else:
+        channels = 2 * c.H * c.K + c.HV * c.V
+        x["qkv"] = _round(normal(c.seed, "qkv", (B, T, channels)), c.dtype)
+        x["conv_weight"] = normal(c.seed, "conv weight", (channels, c.conv)).astype(np.float32)
+        x["conv_bias"] = normal(c.seed, "conv bias", (channels,)).astype(np.float32)
+        if c.state:
+            x["conv_state"] = normal(c.seed, "conv state", (N, c.conv - 1, channels)).astype(np.float32)
+    n = {"DeltaNet": 0, "linear attention": 0, "GDN": 1, "GLA (scalar)": 1, "tile-grouped": 2}.get(c.variant, c.K)
+    if c.gate is not None:
+        A = np.log(1 + 15 * uniform(c.seed, "A_log", (c.HV,)))
+        x["A_log"] = (A if c.gate == "softplus" else A / 4).astype(np.float32)
+        x["dt_bias"] = (normal(c.seed, "dt_bias", (c.HV, n)) - 3).astype(np.float32)
+    lead = (B, T, c.HV)
+    if n:
+        raw = normal(c.seed, "g raw", (*lead, n)) if c.gate else _decay(c, (*lead, n))
+        x["g"] = (raw[..., 0] if n == 1 else raw).astype(np.float32)
+    if c.variant == "GDN-2":
+        x["erase"] = _beta(c, "erase", (*lead, c.K)).astype(np.float32)
+        x["write"] = _beta(c, "write", (*lead, c.V)).astype(np.float32)
+    elif not c.variant.startswith(("GLA", "linear")):
+        x["beta"] = _beta(c, "beta", lead).astype(np.float32)
+    if c.state:
+        S = normal(c.seed, "S", (N, c.HV, c.K, c.V)).astype(np.float32)
+        x["initial_state"] = S if c.state_layout == "kv" else np.ascontiguousarray(np.swapaxes(S, -1, -2))
+    if lengths:
+        x["cu_seqlens"] = np.cumsum([0, *lengths], dtype=np.int32)
+    if c.layout == "segments":
+        x["segment_ids"] = np.cumsum(uniform(c.seed, "segments", (B, T)) < 4 / max(T, 1), axis=1).astype(np.int32)
+    if c.layout in ("left padding", "right padding", "holes"):
+        x["mask"] = _mask(c, B, T)
+        for name in ("q", "k", "v", "qkv", "g", "beta"):
+            if name in x:
+                x[name][~x["mask"]] = np.nan  # padding may hold anything
+    step = c.layout == "step"
+    if step:
+        x = {name: a[:, 0] if name in ("q", "k", "v", "g", "beta", "erase", "write") else a for name, a in x.items()}
+    kind = None if c.gate is None else GateKind(None if c.gate == "softplus" else -5.0)
+    options = Options(
+        output_final_state=True, qk_l2norm=c.l2norm, gate=kind, state_layout=c.state_layout, step=step,
+        conv_activation="silu" if c.conv else None, num_heads=c.H if c.conv else None, key_dim=c.K if c.conv else None)
+    inner = (c.K, c.V) if c.state_layout == "kv" else (c.V, c.K)
+    return Inputs(x, options, _cotangents(c, (B, *(() if step else (T,)), c.HV, c.V), (N, c.HV, *inner)), {}, "")
+
+
+def _mask(c: Case, B: int, T: int) -> np.ndarray:
+    pads = (3 + 5 * np.arange(B)) % max(T, 1)
+    token = np.arange(T)[None, :]
+    if c.layout == "left padding":
+        return token >= pads[:, None]
+    if c.layout == "right padding":
+        return token < T - pads[:, None]
+    return uniform(c.seed, "mask", (B, T)) < 0.8
+
+
+def _cotangents(c: Case, o: tuple[int, ...], state: tuple[int, ...]) -> dict[str, Any]:
+    return {"o": _round(normal(c.seed, "do", o), c.dtype), "state": normal(c.seed, "dS", state).astype(np.float32)}
+
+
+def _from_recording(c: Case) -> Inputs:
+    assert c.source is not None
+    path = next(p for p in recordings.bundled() if p.name == c.source)
+    recording = recordings.load(path)
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    x = {name: recording.arrays[c.prefix + name] for name in names if c.prefix + name in recording.arrays}
+    o, state = recording.arrays[c.prefix + "o"], recording.arrays[c.prefix + "state"]
+    options = Options(scale=float(recording.metadata["scale"]), output_final_state=True,
+                      qk_l2norm=recording.metadata["qk_l2norm"] == "true")
+    return Inputs(x, options, _cotangents(c, o.shape, state.shape), {"o": o, "state": state},
+                  f"transformers {recording.metadata['transformers']}, recorded")
+
+
+def recorded() -> list[Case]:
+    """Layers of real model code on real text: a whole call each, and a second one that continues from its state."""
+    cases = []
+    for path in recordings.bundled():
+        cases.append(Case(f"{path.stem} layer", source=path.name, essential=True))
+        cases.append(Case(f"{path.stem} layer, continued", source=path.name, prefix="step_"))
+    return cases
+
+
+def designed() -> list[Case]:
+    """The cases of the quick proof."""
+    C = Case
+    return [
+        C("one token", T=1, essential=True),
+        C("no tokens", T=0, essential=True),
+        C("five tokens", T=5, variant="KDA", dtype="bfloat16"),
+        C("one short of a chunk", T=63, variant="GDN-2", dtype="float16"),
+        C("a chunk", T=64, variant="tile-grouped", H=2, HV=6, dtype="bfloat16", essential=True),
+        C("a chunk and a token", T=65, HV=6, gates="half zero", essential=True),
+        C("KDA", variant="KDA", HV=6, K=24, V=16, essential=True),
+        C("GDN-2", variant="GDN-2", dtype="bfloat16", K=48, V=16, essential=True),
+        C("DeltaNet", variant="DeltaNet", dtype="bfloat16", keys="correlated 0.9", essential=True),
+        C("GLA", variant="GLA", T=65, essential=True),
+        C("GLA, scalar gate", variant="GLA (scalar)", dtype="float16"),
+        C("linear attention", variant="linear attention"),
+        C("bfloat16, 64 x 96", dtype="bfloat16", K=64, V=96, HV=6, l2norm=True, essential=True),
+        C("float16, 100 x 48", dtype="float16", K=100, V=48, essential=True),
+        C("128 x 128", T=130, H=1, HV=1, K=128, V=128),
+        C("256 x 192", T=65, H=1, HV=2, K=256, V=192, dtype="bfloat16"),
+        C("two rows, tile-grouped", variant="tile-grouped", T=200, B=2, H=4, HV=4, K=192, V=16),
+        *(C(f"gates {kind}", gates=kind, T=130, essential=kind in ("one -1e6", "one -inf", "-20 each")) for kind in GATES[1:]),
+        *(C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130, essential=kind == "many resets")
+          for kind in ("-3 each", "-20 each", "one -1e6", "many resets")),
+        C("resets, tile-grouped", variant="tile-grouped", gates="many resets", dtype="bfloat16"),
+        C("keys correlated 0.9, beta 1", keys="correlated 0.9", beta="1"),
+        C("one key, beta 1", keys="repeated", beta="1", gates="zero"),
+        C("one key, beta 1.998", keys="repeated", beta="1.998", gates="zero"),
+        C("one key, beta 1.998, bfloat16", keys="repeated", beta="1.998", gates="zero", dtype="bfloat16"),
+        C("one key, beta 1.998, KDA", variant="KDA", keys="repeated", beta="1.998"),
+        C("beta 0", beta="0", T=65),
+        C("packed", layout="packed", HV=6, dtype="bfloat16", essential=True),
+        C("packed with empties", layout="packed with empties", essential=True),
+        C("packed with empties, KDA", layout="packed with empties", variant="KDA", gates="many resets"),
+        C("segments", layout="segments", B=2, essential=True),
+        C("segments, KDA", layout="segments", variant="KDA", B=2, gates="many resets"),
+        C("left padding", layout="left padding", B=2, T=65, essential=True),
+        C("right padding, GDN-2", layout="right padding", variant="GDN", B=2, T=65, dtype="bfloat16"),
+        C("holes", layout="holes", B=2, T=65),
+        C("states [V, K]", state_layout="vk", T=65, l2norm=True),
+        C("no initial state", state=False, T=65, dtype="float16"),
+        C("softplus gate", gate="softplus", T=65, HV=6, dtype="bfloat16", l2norm=True),
+        C("softplus gate, KDA", gate="softplus", variant="KDA", T=65),
+        C("bounded gate, KDA", gate="bounded", variant="KDA", T=65),
+        C("mixer", conv=4, gate="softplus", l2norm=True, HV=6, dtype="bfloat16", essential=True),
+        C("mixer, packed with empties", conv=4, layout="packed with empties", l2norm=True),
+        C("mixer, holes and segments", conv=4, layout="holes", B=2, T=65, l2norm=True),
+        C("step", layout="step", T=1, B=3, HV=6, essential=True),
+        C("step, KDA, bfloat16", layout="step", T=1, B=3, variant="KDA", dtype="bfloat16", l2norm=True),
+    ]
+
+
+_FACTORS: dict[str, Sequence[Any]] = {
+    "dims": [(16, 24), (24, 16), (48, 96), (64, 48), (96, 64), (100, 128), (128, 100), (192, 16), (256, 192), (16, 256)],
+    "variant": ["DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA", "GLA (scalar)"],
+    "gates": GATES,
+    "T": [0, 1, 5, 63, 64, 65, 130, 200],
+    "keys": [("random", "random"), ("random", "0"), ("correlated 0.9", "1"), ("repeated", "1"), ("repeated", "1.998")],
+    "layout": ["rows", "packed", "packed with empties", "segments", "left padding"],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "heads": [(1, 1), (2, 6), (4, 4)],
+    "state": [True, False],
+}
+
+
+def _plan() -> Iterator[dict[str, Any]]:
+    """Rows in which any two levels of any two factors meet at least once; greedy, always the same."""
+    names = list(_FACTORS)
+    open_pairs = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(len(_FACTORS[names[a]])) for j in range(len(_FACTORS[names[b]]))
+    }
+    while open_pairs:
+        row: dict[int, int] = {}
+        a, i, b, j = min(open_pairs)
+        row[a], row[b] = i, j
+        for c in range(len(names)):
+            if c in row:
+                continue
+
+            def gain(level: int, c: int = c, row: dict[int, int] = row) -> int:
+                met = [(x, row[x], c, level) if x < c else (c, level, x, row[x]) for x in row]
+                return sum(pair in open_pairs for pair in met)
+
+            row[c] = max(range(len(_FACTORS[names[c]])), key=gain)
+        open_pairs -= {(x, row[x], y, row[y]) for x, y in itertools.combinations(sorted(row), 2)}
+        yield {names[c]: _FACTORS[names[c]][level] for c, level in row.items()}
+
+
+def pairwise() -> list[Case]:
+    """The pairwise plan over variants, dtypes, lengths, head dims, heads, gates, keys, layouts and states."""
+    cases = []
+    for i, row in enumerate(_plan()):
+        (K, V), (H, HV), (keys, beta) = row["dims"], row["heads"], row["keys"]
+        layout = row["layout"] if row["T"] else "rows"
+        name = f"plan {i}: {row['variant']} {row['dtype']} {layout} T={row['T']} {H}/{HV} {K}x{V}, {row['gates']}, {keys}, beta {beta}"
+        cases.append(Case(
+            name, row["variant"], row["T"], row["dtype"], 1, H, HV, K, V, row["gates"], keys, beta, layout, row["state"],
+            essential=i % 3 == 0, seed=100 + i))
+    return cases

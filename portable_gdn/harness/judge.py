@@ -1,0 +1,136 @@
+"""How large an error may be, and whether one is larger.
+
+Against the float64 oracle, computed from the inputs as the backend got them. Per tensor and head, in L2 norms:
+
+    budget = 3 (u + E) + 8 eps |summands|
+
+u: rounding of the exact result to the result's dtype. E: the error of the stages when exactly those operands of products
+are rounded that the backend declares (median of 8 seeds of stochastic rounding), or of the stages in float32 where it
+declares none. The last term, eps = 2^-23, is for results that cancel to nothing: the norm of the summands before they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..spec.evaluate import Evaluation, chunk_by_chunk, evaluate
+from ..spec.precision import Rounding, rounded_product
+from ..spec.problem import Problem, Signature
+
+__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "expect", "judge"]
+
+EPS = 2.0**-23
+SEEDS = 8
+ILL_CONDITIONED = 0.1  # where declared roundings alone move a result by this much, it says nothing about a backend
+
+Tensors = dict[str, np.ndarray]
+
+
+class Expectation(NamedTuple):
+    """Exact results and the norms, by tensor and head, of what may separate a backend from them."""
+
+    exact: Tensors
+    u: Tensors
+    E: Tensors
+    floor: Tensors
+
+
+class Verdict(NamedTuple):
+    """One tensor of one case: figures of the head that uses most of its budget, relative to the exact result's norm.
+
+    ``judged`` is False where the case is too ill-conditioned to judge; ``ok`` is then True.
+    """
+
+    tensor: str
+    error: float
+    expected: float
+    budget: float
+    ok: bool
+    judged: bool
+    head: int
+
+
+def tensors(e: Evaluation, s: Signature) -> Tensors:
+    """Results of an evaluation by name: o, state, conv_state, grad_*."""
+    found = {"o": e.o}
+    if s.output_final_state:
+        found["state"] = e.state
+        if e.conv_state is not None:
+            found["conv_state"] = e.conv_state
+    return found | {f"grad_{name}": a for name, a in e.gradients.items()}
+
+
+def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
+    """L2 norm of each head's part of a tensor, [heads]; tensors without heads count as one."""
+    name = name.removeprefix("grad_")
+    x = np.asarray(x, np.float64)
+    if name in ("qkv", "conv_weight", "conv_bias", "conv_state") or (s.conv is not None and name in ("q", "k", "v")):
+        return np.sqrt((x * x).sum()).reshape(1)
+    if name == "dt_bias":
+        x, axis = x.reshape(s.HV, -1), 0
+    elif name == "A_log":
+        axis = 0
+    elif name in ("state", "initial_state") or s.step:
+        axis = 1
+    else:
+        axis = 2
+    others = tuple(a for a in range(x.ndim) if a != axis)
+    return np.sqrt((x * x).sum(others))
+
+
+def _result_dtype(name: str, problem: Problem) -> Any:
+    s = problem.signature
+    if name == "o":
+        return ml_dtypes.bfloat16 if s.dtype == "bfloat16" else np.dtype(s.dtype)
+    if name in ("state", "conv_state"):
+        return np.dtype(np.float32)
+    return np.asarray(problem.operands[name.removeprefix("grad_")]).dtype
+
+
+def expect(problem: Problem, cotangents: Mapping[str, Any], rounding: Rounding, exact: Evaluation) -> Expectation:
+    """What results may differ by from ``exact``, the oracle's evaluation of the same numpy problem."""
+    s = problem.signature
+    truth = tensors(exact, s)
+    u = {
+        name: by_head(name, x - x.astype(_result_dtype(name, problem)).astype(np.float64), s) for name, x in truth.items()
+    }
+    runs = []
+    if rounding.exact:
+        rule = chunk_by_chunk(rounding.chunk_size)
+        runs.append(tensors(evaluate(problem, cotangents, rule, np.float32), s))
+    else:
+        for seed in range(SEEDS):
+            product = rounded_product(rounding, np.random.Generator(np.random.Philox(seed)))
+            runs.append(tensors(evaluate(problem, cotangents, chunk_by_chunk(rounding.chunk_size, product)), s))
+    E = {
+        name: np.median([by_head(name, run[name].astype(np.float64) - x, s) for run in runs], axis=0)
+        for name, x in truth.items()
+    }
+    sizes = {"o": exact.sizes["o"], "state": exact.sizes["state"], **{f"grad_{n}": exact.sizes[n] for n in exact.gradients}}
+    floor = {name: 8 * EPS * by_head(name, sizes.get(name, x), s) for name, x in truth.items()}
+    return Expectation(truth, u, E, floor)
+
+
+def judge(name: str, value: np.ndarray, e: Expectation, s: Signature) -> Verdict:
+    """One tensor against its budget."""
+    exact = e.exact[name]
+    if value.shape != exact.shape:
+        return Verdict(name, float("inf"), 0.0, 0.0, False, True, 0)
+    norm = by_head(name, exact, s)
+    error = by_head(name, np.asarray(value, np.float64) - exact, s)
+    expected = e.u[name] + e.E[name]
+    budget = 3 * expected + e.floor[name]
+    if not error.size:
+        return Verdict(name, 0.0, 0.0, 0.0, True, True, 0)
+    judged = not np.any(e.E[name] > ILL_CONDITIONED * np.where(norm > 0, norm, np.inf))
+    within = error <= budget  # False for NaN
+    with np.errstate(invalid="ignore", divide="ignore"):
+        used = np.where(error == 0, 0.0, np.where(within | (error > budget), error / budget, np.inf))
+    head = int(np.argmax(used))
+    unit = norm[head] if norm[head] > 0 else 1.0
+    return Verdict(name, float(error[head] / unit), float(expected[head] / unit), float(budget[head] / unit),
+                   bool(np.all(within)) or not judged, judged, head)

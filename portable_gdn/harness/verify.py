@@ -1,0 +1,199 @@
+"""The proof on one machine: every backend that runs here, on every case, forward and gradients, against the oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dispatch, door
+from ..spec.errors import GdnError
+from ..spec.evaluate import Evaluation, chunk_by_chunk, evaluate
+from ..spec.precision import Rounding
+from ..spec.problem import Backend, Problem
+from .cases import Case, Inputs, build, designed, pairwise, recorded
+from .judge import Expectation, expect, judge
+
+__all__ = ["NotRun", "Report", "Row", "cases_for", "verify"]
+
+
+class Row(NamedTuple):
+    """One line of the report: a tensor of a case on a backend."""
+
+    backend: str
+    case: str
+    tensor: str
+    error: float
+    expected: float
+    budget: float
+    ok: bool
+    judged: bool
+    head: int
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: figures that are not finite become strings."""
+        row = self._asdict()
+        for name in ("error", "expected", "budget"):
+            if not np.isfinite(row[name]):
+                row[name] = str(row[name])
+        return row
+
+
+class NotRun(NamedTuple):
+    """What was not compared, and why."""
+
+    backend: str
+    case: str
+    why: str
+
+
+@dataclass
+class Report:
+    """All rows, what was not run, and the verdict."""
+
+    rows: list[Row] = field(default_factory=list)
+    not_run: list[NotRun] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was judged and all of it holds."""
+        return any(row.judged for row in self.rows) and all(row.ok for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ok": self.ok, "results": [row.as_dict() for row in self.rows],
+            "not_run": [item._asdict() for item in self.not_run], "seconds": self.seconds,
+        }
+
+
+def cases_for(full: bool) -> list[Case]:
+    """Cases of the quick or of the full proof."""
+    return [*designed(), *recorded(), *(pairwise() if full else [])]
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def verify(
+    names: Sequence[str] | None = None, full: bool = False, cases: Sequence[Case] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Run the proof.
+
+    Args:
+        names: backends; None takes all that run on this machine.
+        full: all cases on all of them, and the pairwise plan.
+        cases: instead of those of the quick or full proof.
+        progress: called with (what, done, of).
+
+    Raises:
+        GdnError: a backend asked for does not exist or cannot run here.
+    """
+    report = Report()
+    chosen = list(_chosen(names, report))
+    cases = cases_for(full) if cases is None else list(cases)
+    for done, case in enumerate(cases):
+        if progress is not None:
+            progress(case.name, done, len(cases))
+        _run_case(case, chosen, full, report)
+    if progress is not None:
+        progress("", len(cases), len(cases))
+    return report
+
+
+def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
+    if names is None:
+        for backend in dispatch.backends():
+            why = backend.unavailable()
+            if why is None:
+                yield backend
+            else:
+                report.not_run.append(NotRun(backend.name, "all", why))
+        report.not_run += [NotRun(name, "all", why) for name, why in dispatch.broken().items()]
+        return
+    for name in dict.fromkeys(names):
+        backend = dispatch.get(name)
+        why = backend.unavailable()
+        if why is not None:
+            raise GdnError(f"backend {name!r} cannot run here: {why}")
+        yield backend
+
+
+class _Truth:
+    """A case's exact results, and expectations by rounding, each computed once."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        # A copy of the dict: the door may put another form of an operand into it.
+        self.problem, _ = door.normalise(dict(inputs.operands), inputs.options, "numpy", check_values=True)
+        self.cotangents = inputs.cotangents
+        self.exact = evaluate(self.problem, inputs.cotangents)
+        self._expected: dict[Any, Expectation] = {}
+
+    def expectation(self, rounding: Rounding) -> Expectation:
+        key = rounding.key()
+        if key not in self._expected:
+            self._expected[key] = expect(self.problem, self.cotangents, rounding, self.exact)
+        return self._expected[key]
+
+    def by_stages(self) -> Evaluation:
+        """The same by the stages in float64, which judge the oracle in their turn."""
+        return evaluate(self.problem, self.cotangents, chunk_by_chunk())
+
+
+def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> None:
+    inputs = build(case)
+    truth = _Truth(inputs)
+    s = truth.problem.signature
+    for backend in chosen:
+        if backend.slow and not full and not case.essential:
+            report.not_run.append(NotRun(backend.name, case.name, "left to --full: a new shape costs it seconds"))
+            continue
+        started = time.perf_counter()
+        try:
+            operands = backend.from_numpy(inputs.operands)
+            problem, _ = door.normalise(operands, inputs.options, backend.name, check_values=True)
+        except GdnError as error:
+            report.not_run.append(NotRun(backend.name, case.name, str(error)))
+            continue
+        try:
+            found = _compute(backend, problem, inputs)
+        except Exception as error:  # a backend that fails is a finding, not the end of the report
+            sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            report.rows.append(Row(backend.name, case.name, "all", float("inf"), 0.0, 0.0, False, True, 0, sentence))
+            continue
+        report.seconds[backend.name] = report.seconds.get(backend.name, 0.0) + time.perf_counter() - started
+        expectation = truth.expectation(backend.rounding(problem.signature))
+        if backend.name == "numpy":  # not against itself
+            stages = truth.by_stages()
+            exact = {"o": stages.o, "state": stages.state, **{f"grad_{n}": a for n, a in stages.gradients.items()}}
+            expectation = expectation._replace(exact={**expectation.exact, **exact})
+        _compare(backend.name, case, found, expectation, s, report)
+    if inputs.recorded:
+        found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
+        _compare(inputs.recorded_by, case, found, truth.expectation(Rounding()), s, report)
+
+
+def _compute(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Results and gradients by name, as numpy arrays."""
+    cotangents = backend.from_numpy(inputs.cotangents)
+    result, gradients = door.run_with_gradients(problem, backend, cotangents)
+    found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
+    found |= {f"grad_{name}": a for name, a in gradients.items()}
+    return {name: backend.to_numpy(a) for name, a in found.items() if a is not None}
+
+
+def _compare(
+    name: str, case: Case, found: dict[str, np.ndarray], e: Expectation, s: Any, report: Report
+) -> None:
+    everything = e.exact if len(found) > 2 else {key: e.exact[key] for key in found}
+    for tensor in everything:
+        if tensor not in found:
+            report.rows.append(Row(name, case.name, tensor, float("inf"), 0.0, 0.0, False, True, 0, "missing"))
+            continue
+        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s)))
