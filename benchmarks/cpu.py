@@ -92,8 +92,10 @@ def build(name: str, case: Case, x: dict[str, np.ndarray]) -> Contestant:
     return _torch(case, x, _transformers(case) if name == BASELINE else None)
 
 
-def limit_threads(threads: int) -> None:
-    """Must come before torch and jax are imported."""
+def limit_threads(threads: int, shared: bool = False) -> None:
+    """Must come before torch and jax are imported; children inherit it."""
+    if shared:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["NPROC"] = str(threads)  # the size of XLA's pool
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -103,7 +105,8 @@ def _transformers(case: Case) -> Callable[..., Any]:
     """transformers' own function, with no kernel library in reach."""
     sys.modules["fla"] = sys.modules["causal_conv1d"] = None  # type: ignore[assignment]
     module, name = SOURCES[case.variant]
-    return inspect.unwrap(getattr(importlib.import_module(module), name))
+    found: Callable[..., Any] = inspect.unwrap(getattr(importlib.import_module(module), name))
+    return found
 
 
 def _torch(case: Case, x: dict[str, np.ndarray], theirs: Callable[..., Any] | None) -> Contestant:
@@ -158,11 +161,9 @@ def _jax(case: Case, x: dict[str, np.ndarray]) -> Contestant:
             programs[mode] = jax.jit(f).lower(*args).compile()
         return programs[mode]
 
+    ready: Callable[[Any], Any] = jax.block_until_ready
     return Contestant(
-        lambda: jax.block_until_ready(program("forward")(*operands)),
-        lambda: jax.block_until_ready(program("both")(do, *operands)),
-        program,
-    )
+        lambda: ready(program("forward")(*operands)), lambda: ready(program("both")(do, *operands)), program)
 
 
 def distances(found: Any, wanted: Any) -> dict[str, float]:
@@ -331,6 +332,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5, help="timed runs of each, after one to warm up")
     p.add_argument("--only", choices=CONTESTANTS[1:], help=f"compare this one alone with {BASELINE}")
     p.add_argument("--mode", choices=MODES, help="time this alone")
+    p.add_argument("--shared", action="store_true",
+                   help="on a busy machine: torch's waiting threads sleep instead of spinning")
     p.add_argument("--memory", action="store_true", help="measure peak memory, too")
     p.add_argument("--repeats", type=int, default=1, help="processes a memory measurement")
     p.add_argument("--check", action="store_true", help="exit with 1 if a requirement does not hold")
@@ -355,7 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
         wrong = "equal" if kda else "be a multiple of"
         print(f"--value-heads must {wrong} --key-heads; --rounds and --repeats must be at least 1.", file=sys.stderr)
         return 2
-    limit_threads(case.threads)
+    limit_threads(case.threads, a.shared)
     names = [BASELINE, a.only] if a.only else list(CONTESTANTS)
     modes = [a.mode] if a.mode else list(MODES)
     with Console(stderr=True).status("starting") as status:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from .door import library_of
 from .spec.errors import GdnError
 from .spec.problem import Signature
 
@@ -46,11 +45,11 @@ def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             return xp, torch._assert_async
         return xp, now
-    if s.library == "jax":
+    if s.traced:
         import jax.numpy as jnp
         from jax.experimental import checkify
 
-        return jnp, (lambda holds, sentence: checkify.check(holds, sentence.replace("{", "{{"))) if s.traced else now
+        return jnp, lambda holds, sentence: checkify.check(holds, sentence)
     import array_api_compat.numpy as npx
 
     return npx, now
@@ -58,11 +57,14 @@ def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
 
 def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[tuple[Array, str]]:
     mask = operands.get("mask")
+    if mask is not None and not s.traced and s.library != "torch":
+        mask = np.asarray(mask)
 
     def seen(name: str) -> Array:
         x = operands[name]
-        if library_of(x) == "numpy" and x.dtype.name == "bfloat16":
-            x = x.astype(np.float32)
+        if not s.traced and s.library != "torch":  # JAX arrays too: eager operations would be compiled one by one
+            x = np.asarray(x)
+            x = x.astype(np.float32) if x.dtype.name == "bfloat16" else x
         if mask is None or name not in PER_TOKEN:
             return x
         keep = xp.reshape(mask, (*mask.shape, *(1,) * (x.ndim - 2)))
@@ -83,7 +85,7 @@ def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[t
             x = seen(name)
             yield xp.all((x >= 0) & (x <= 2)), f"{name} holds values outside [0, 2]; it must lie within."
     if "cu_seqlens" in operands:
-        cu = operands["cu_seqlens"]
+        cu = operands["cu_seqlens"] if s.traced or s.library == "torch" else np.asarray(operands["cu_seqlens"])
         yield cu[0] == 0, "cu_seqlens does not start at 0; it must."
         yield cu[-1] == s.T, f"cu_seqlens does not end at T = {s.T}; it must."
         yield (cu[1:] >= cu[:-1]).all(), "cu_seqlens decreases; it must never."

@@ -86,7 +86,10 @@ def call(kind: str, x: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     if kind == "mixer":
         o, state = pg.gated_delta_mixer(**mixer_arguments(x, **options))
         return (o, *(state if state is not None else (None, None)))
-    return (pg.gated_delta_rule_step if kind == "step" else pg.gated_delta_rule)(**arguments(x, **options))
+    if kind == "step":
+        x = dict(x)
+        return pg.gated_delta_rule_step(state=x.pop("initial_state", None), **arguments(x, **options))
+    return pg.gated_delta_rule(**arguments(x, **options))
 
 
 def oracle(x: dict[str, np.ndarray], d: dict[str, np.ndarray] | None = None, kind: str = "rule", **options: Any) -> Evaluation:
@@ -98,12 +101,8 @@ def oracle(x: dict[str, np.ndarray], d: dict[str, np.ndarray] | None = None, kin
     if kind == "mixer":
         options = {"conv_activation": "silu", "qk_l2norm": True, **options}
         options["conv_activation"] = options.pop("activation", options["conv_activation"])
-    x = dict(x)
-    if kind == "step" and "state" in x:
-        x["initial_state"] = x.pop("state")
-    problem, _ = door.normalise(x, Options(step=kind == "step", **options), "numpy")
-    zeros = {"o": np.zeros((*x["beta"].shape, 1)) if "v" not in x else np.zeros_like(x["v"])} if d is None else d
-    return evaluate(problem, None if kind == "mixer" and d is None else zeros)
+    problem, _ = door.normalise(dict(x), Options(step=kind == "step", **options), "numpy")
+    return evaluate(problem, d)
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, size: np.ndarray | None = None, *, eps: float = 8,
@@ -145,11 +144,16 @@ class Library:
     def rule(self, x: dict[str, np.ndarray], **options: Any) -> tuple[Any, ...]:
         return self.run("rule", x, **{"output_final_state": True, **options})
 
-    def gradients(
+    def both(
         self, x: dict[str, np.ndarray], d: dict[str, np.ndarray], kind: str = "rule", **options: Any
-    ) -> dict[str, np.ndarray]:
-        """The operands' cotangents from those of o and the state, by the library's own differentiation."""
-        return oracle(x, d, kind, **options).gradients
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """o, the final state, and the operands' cotangents from those of o and the state, as the library derives them."""
+        o, state, *_ = self.run(kind, x, **_with_state(kind, options))
+        return o, state, oracle(x, d, kind, **options).gradients
+
+    def gradients(self, *args: Any, **options: Any) -> dict[str, np.ndarray]:
+        """The cotangents alone."""
+        return self.both(*args, **options)[2]
 
 
 class Torch(Library):
@@ -169,17 +173,17 @@ class Torch(Library):
         a = a.detach()
         return a.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if a.dtype == torch.bfloat16 else a.numpy()
 
-    def gradients(self, x: Any, d: Any, kind: str = "rule", **options: Any) -> dict[str, np.ndarray]:
+    def both(self, x: Any, d: Any, kind: str = "rule", **options: Any) -> Any:
         import torch
 
         x, d = self.arrays(x), self.arrays(d)
-        leaves = {name: a.requires_grad_() for name, a in x.items() if name in DIFFERENTIABLE or name == "state"}
-        out = call(kind, x, **({} if kind == "step" else {"output_final_state": True}), **options)
-        pairs = [(value, d[name]) for name, value in (("o", out[0]), ("state", out[1])) if name in d]
+        leaves = {name: a.requires_grad_() for name, a in x.items() if name in DIFFERENTIABLE}
+        o, state, *_ = call(kind, x, **_with_state(kind, options))
+        pairs = [(value, d[name]) for name, value in (("o", o), ("state", state)) if name in d]
         found = torch.autograd.grad(
-            [o for o, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True)
-        zeros = {name: np.zeros(a.shape, np.float32) for name, a in leaves.items()}
-        return {name: zeros[name] if g is None else self.numpy(g) for name, g in zip(leaves, found, strict=True)}
+            [value for value, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True)
+        grads = {name: torch.zeros_like(a) if g is None else g for (name, a), g in zip(leaves.items(), found, strict=True)}
+        return self.numpy(o), self.numpy(state), {name: self.numpy(g) for name, g in grads.items()}
 
 
 class Jax(Library):
@@ -190,29 +194,34 @@ class Jax(Library):
 
         return jnp.asarray(a)
 
-    def gradients(self, x: Any, d: Any, kind: str = "rule", **options: Any) -> dict[str, np.ndarray]:
-        grads = _jax_gradients()(kind, tuple(sorted(options.items())), self.arrays(x), self.arrays(d))
-        return {name: np.asarray(a) for name, a in grads.items()}
+    def both(self, x: Any, d: Any, kind: str = "rule", **options: Any) -> Any:
+        o, state, grads = _jax_both()(kind, tuple(sorted(options.items())), self.arrays(x), self.arrays(d))
+        return self.numpy(o), self.numpy(state), {name: np.asarray(a) for name, a in grads.items()}
 
 
 @cache
-def _jax_gradients() -> Any:
-    """One compiled program a signature, whoever asks."""
+def _jax_both() -> Any:
+    """One compiled program a signature, whoever asks: compiling is most of what these tests cost."""
     from functools import partial
 
     import jax
 
     @partial(jax.jit, static_argnums=(0, 1))
-    def gradients(kind: str, options: Any, x: Any, d: Any) -> Any:
-        smooth = {name: a for name, a in x.items() if name in DIFFERENTIABLE or name == "state"}
+    def both(kind: str, options: Any, x: Any, d: Any) -> Any:
+        smooth = {name: a for name, a in x.items() if name in DIFFERENTIABLE}
 
         def outputs(smooth: Any) -> Any:
-            o, state, *_ = call(kind, {**x, **smooth}, **({} if kind == "step" else {"output_final_state": True}), **dict(options))
-            return {name: value for name, value in (("o", o), ("state", state)) if name in d}
+            o, state, *_ = call(kind, {**x, **smooth}, **_with_state(kind, dict(options)))
+            return {name: value for name, value in (("o", o), ("state", state)) if name in d}, (o, state)
 
-        return jax.vjp(outputs, smooth)[1](d)[0]
+        _, pull, (o, state) = jax.vjp(outputs, smooth, has_aux=True)
+        return o, state, pull(d)[0]
 
-    return gradients
+    return both
+
+
+def _with_state(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    return options if kind == "step" else {"output_final_state": True, **options}
 
 
 def _library(name: str) -> Library:

@@ -110,7 +110,7 @@ def _sequences(operands: Any, S: Tensor, cu_seqlens: Any, starts: Tensor | None,
 
 def _host(x: Any) -> np.ndarray:
     """Contents of a tensor or array on the host, as a copy."""
-    return np.array(x.detach().cpu() if hasattr(x, "detach") else x)
+    return np.array(x.detach().cpu().numpy() if isinstance(x, Tensor) else x)
 
 
 def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, int, int]]:

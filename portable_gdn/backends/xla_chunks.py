@@ -22,6 +22,7 @@ from ..spec.precision import DEFAULT
 from ..spec.problem import Signature
 from ..spec.prologue import Prepared, prepare, swap_state
 from ..spec.recurrent import one_token
+from . import xla_isolation as isolation
 
 __all__ = ["compute", "compute_gradients"]
 
@@ -164,21 +165,28 @@ def _rule(
     starts: Array | None, table: Array,
 ) -> tuple[Array, Array]:
     """The bare rule: o [B, T, HV, V] and the final states."""
-    o, S, _ = _forward(s, size, (q, k, v, g, b, w), S, starts, table, keep=False)
-    return o, S
+    return _rule_forward(s, size, q, k, v, g, b, w, S, starts, table, keep=False)[0]
 
 
 def _rule_forward(
     s: Signature, size: int, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array,
-    starts: Array | None, table: Array,
+    starts: Array | None, table: Array, keep: bool = True,
 ) -> Any:
-    o, S, saved = _forward(s, size, (q, k, v, g, b, w), S, starts, table, keep=True)
-    return (o, S), ((q, k, v, g, b, w), starts, table, saved)
+    x, reached = (q, k, v, g, b, w), None
+    if starts is not None:
+        x, S, reached = isolation.clean(x, S, starts)
+    o, S, saved = _forward(s, size, x, S, starts, table, keep)
+    if reached is not None:
+        o, S = isolation.mark(o, S, reached)
+    return (o, S), (x, starts, reached, table, saved)
 
 
 def _rule_backward(s: Signature, size: int, kept: Any, cotangents: tuple[Array, Array]) -> Any:
-    x, starts, table, saved = kept
+    x, starts, reached, table, saved = kept
     dO, dS = cotangents
+    affected = None
+    if reached is not None:
+        dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
     product = _product(s.precision)
     (*x, dO), starts, length = _at_least((*x, dO), starts, size)
     dS = jnp.reshape(dS, (s.N, s.H, s.HV // s.H, s.K, s.V))
@@ -198,7 +206,10 @@ def _rule_backward(s: Signature, size: int, kept: Any, cotangents: tuple[Array, 
     entries = (table[:, 0], table[:, 1], table[:, 2])
     (grads, dS), _ = lax.scan(step, (zeros, dS), (entries, saved), reverse=True)
     grads = [None if a is None else a[:, : s.T] for a in grads]
-    return (*grads, jnp.reshape(dS, (s.N, s.HV, s.K, s.V)), None, None)
+    dS = jnp.reshape(dS, (s.N, s.HV, s.K, s.V))
+    if affected is not None:
+        grads, dS = isolation.mark_gradients(grads, dS, affected)
+    return (*grads, dS, None, None)
 
 
 _rule.defvjp(_rule_forward, _rule_backward)

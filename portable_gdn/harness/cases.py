@@ -192,7 +192,7 @@ def _from_recording(c: Case) -> Inputs:
     options = Options(scale=float(recording.metadata["scale"]), output_final_state=True,
                       qk_l2norm=recording.metadata["qk_l2norm"] == "true")
     return Inputs(x, options, _cotangents(c, o.shape, state.shape), {"o": o, "state": state},
-                  f"transformers {recording.metadata['transformers']}, recorded")
+                  f"recorded with transformers {recording.metadata['transformers']}")
 
 
 def recorded() -> list[Case]:

@@ -176,7 +176,7 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
         _compare(backend.name, case, found, expectation, s, report)
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
-        _compare(inputs.recorded_by, case, found, truth.expectation(Rounding()), s, report)
+        _compare("transformers", case, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
 
 
 def _compute(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -189,11 +189,11 @@ def _compute(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np
 
 
 def _compare(
-    name: str, case: Case, found: dict[str, np.ndarray], e: Expectation, s: Any, report: Report
+    name: str, case: Case, found: dict[str, np.ndarray], e: Expectation, s: Any, report: Report, note: str = ""
 ) -> None:
     everything = e.exact if len(found) > 2 else {key: e.exact[key] for key in found}
     for tensor in everything:
         if tensor not in found:
             report.rows.append(Row(name, case.name, tensor, float("inf"), 0.0, 0.0, False, True, 0, "missing"))
             continue
-        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s)))
+        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s), note))

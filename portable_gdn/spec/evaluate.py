@@ -19,7 +19,7 @@ from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
 from .problem import Problem, Signature
 from .stages import Product
 
-__all__ = ["DIFFERENTIABLE", "Evaluation", "chunk_by_chunk", "evaluate", "matmul"]
+__all__ = ["DIFFERENTIABLE", "Evaluation", "chunk_by_chunk", "evaluate", "in_another_order", "matmul"]
 
 #: Operands that have a gradient.
 DIFFERENTIABLE = (
@@ -319,6 +319,31 @@ def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool 
             return result._replace(gradients=_backward(x, scale, product, cuts, kept, dO, dS))
 
     return rule
+
+
+def in_another_order(rule: CoreRule, rng: np.random.Generator) -> CoreRule:
+    """The same rule with its key channels shuffled: the same result but for the order in which float sums run."""
+
+    def shuffled(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
+        channels, groups = x.k.shape[-1], x.g.shape[-1]
+        width = channels if groups in (1, channels) else channels // groups
+        within = rng.permutation(width)  # a group's channels stay together
+        order = (np.arange(0, channels, width)[:, None] + within).ravel()
+
+        def last(a: np.ndarray | None, order: np.ndarray) -> np.ndarray | None:
+            return a if a is None or a.shape[-1] != channels else a[..., order]
+
+        def move(y: Any, order: np.ndarray) -> Any:
+            g = last(y.g, order) if groups == channels else y.g
+            b = last(y.b, order) if x.b is not None and x.b.shape[-1] == channels else y.b
+            return y._replace(q=last(y.q, order), k=last(y.k, order), g=g, b=b, S=y.S[:, :, order])
+
+        result = rule(move(x, order), scale, dO, None if dS is None else dS[:, :, order])
+        back = np.argsort(order)
+        gradients = None if result.gradients is None else move(result.gradients, back)
+        return CoreResult(result.o, result.S[:, :, back], gradients)
+
+    return shuffled
 
 
 def _backward(

@@ -1,0 +1,118 @@
+"""``portable-gdn info``: what is here, what would run, and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .. import __version__, dispatch
+from ..spec.problem import Meta, Options, make_signature
+from .output import console, print_json
+
+__all__ = ["info"]
+
+PACKAGES = {  # distribution: the extra that brings it
+    "numpy": None, "array-api-compat": None, "ml-dtypes": None, "jax": "cpu", "jaxlib": "cpu", "libtpu": "tpu", "torch": "cpu",
+    "triton": "gpu", "flash-linear-attention": "gpu", "transformers": "checkpoints", "safetensors": "checkpoints",
+}
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+    """Show versions, devices, backends, and what a call would run on."""
+    facts = _facts()
+    if as_json:
+        print_json(facts)
+        return
+    console.print(f"portable-gdn {facts['version']}, Python {facts['python']}, {facts['machine']}")
+    table = Table("package", "version", title="Packages", title_justify="left")
+    for name, version in facts["packages"].items():
+        extra = PACKAGES[name]
+        table.add_row(name, version or f"missing; pip install 'portable-gdn\\[{extra}]' brings it")
+    console.print(table)
+    table = Table("library", "devices", title="Devices", title_justify="left")
+    for name, devices in facts["devices"].items():
+        table.add_row(name, devices)
+    console.print(table)
+    table = Table("backend", "takes", "by itself", "here", title="Backends, in the order tried", title_justify="left")
+    for item in facts["backends"]:
+        table.add_row(item["name"], ", ".join(item["takes"]), "yes" if item["auto"] else "by name only",
+                      item["unavailable"] or "runs")
+    console.print(table)
+    table = Table("a call with", "runs on", "others", title="What would run", title_justify="left")
+    for item in facts["would_run"]:
+        others = "; ".join(f"{name}: {why}" for name, why in item["passed_over"].items())
+        table.add_row(f"{item['library']} arrays on {item['device']}", item["backend"] or "nothing", others)
+    console.print(table)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _facts() -> dict[str, Any]:
+    devices, places = _devices()
+    return {
+        "version": __version__, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": devices,
+        "backends": [
+            *({"name": b.name, "takes": list(b.libraries), "auto": b.auto, "unavailable": b.unavailable()}
+              for b in dispatch.backends()),
+            *({"name": name, "takes": [], "auto": False, "unavailable": why} for name, why in dispatch.broken().items()),
+        ],
+        "would_run": [_would_run(library, device) for library, device in places],
+    }
+
+
+def _devices() -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """What each library sees, as text; and the pairs (library, device) that calls can have."""
+    text, places = {"numpy": "cpu"}, [("numpy", "cpu")]
+    for name, look in (("jax", _jax_devices), ("torch", _torch_devices)):
+        if importlib.util.find_spec(name) is None:
+            text[name] = f"{name} is not installed"
+            continue
+        try:
+            found = look()
+        except Exception as error:  # a broken installation is what this command is for
+            text[name] = f"{name} does not start: {type(error).__name__}: {error}"
+            continue
+        text[name] = ", ".join(f"{platform} ({what})" for platform, what in found.items())
+        places += [(name, platform) for platform in found]
+    return text, places
+
+
+def _jax_devices() -> dict[str, str]:
+    jax = importlib.import_module("jax")
+    found: dict[str, str] = {}
+    for device in jax.devices():
+        found[device.platform] = f"{len(jax.devices(device.platform))} x {device.device_kind}"
+    return found
+
+
+def _torch_devices() -> dict[str, str]:
+    torch = importlib.import_module("torch")
+    found = {"cpu": f"{torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        # ROCm devices call themselves cuda too.
+        found["cuda"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found["xpu"] = f"{torch.xpu.device_count()} x {torch.xpu.get_device_name(0)}"
+    return found
+
+
+def _would_run(library: str, device: str) -> dict[str, Any]:
+    shapes = {"q": (1, 128, 2, 128), "k": (1, 128, 2, 128), "v": (1, 128, 4, 128), "g": (1, 128, 4), "beta": (1, 128, 4)}
+    meta = {
+        name: Meta(shape, "bfloat16" if name in "qkv" else "float32", device) for name, shape in shapes.items()
+    }
+    choice = dispatch.explain(make_signature(library, device, meta, Options()))
+    return {"library": library, "device": device, "backend": choice.backend, "passed_over": dict(choice.passed_over)}

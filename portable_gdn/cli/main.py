@@ -1,0 +1,35 @@
+"""The command ``portable-gdn``. Exit codes: 0 holds, 1 a check failed, 2 the input is wrong, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..spec.errors import GdnError
+from . import capture, info, verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="portable-gdn", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="One gated delta rule on GPU and TPU, and the proof that they agree.",
+)
+app.command()(info.info)
+app.command()(verify.verify)
+app.command()(capture.capture)
+
+
+def main() -> None:
+    """Run the command line; errors of the caller become a sentence and exit code 2."""
+    try:
+        app()
+    except GdnError as error:
+        print(f"portable-gdn: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("portable-gdn: interrupted; nothing was concluded.", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        print(f"portable-gdn: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,123 @@
+"""``portable-gdn verify``: every backend here against the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..harness.verify import Report, Row, cases_for
+from ..harness.verify import verify as run
+from ..spec.errors import bad
+from .output import console, print_json, progress_bar, write_whole
+
+__all__ = ["verify"]
+
+
+def verify(
+    backend: Annotated[list[str] | None, typer.Option("--backend", "-b", help="Only this backend; may be repeated.")] = None,
+    full: Annotated[bool, typer.Option(help="Every case on every backend, and the pairwise plan.")] = False,
+    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")] = None,
+) -> None:
+    """Compare every backend that runs here with the float64 oracle: outputs, states and gradients."""
+    if output is not None and not output.parent.is_dir():
+        raise bad("--output", f"in {output.parent}, which is no folder", "name a file in a folder that exists")
+    cases = cases_for(full)
+    if case is not None:
+        cases = [c for c in cases if case in c.name]
+        if not cases:
+            raise bad("--case", repr(case), "be part of a case's name" + ("" if full else " (more cases: --full)"))
+    _one_thread()
+    with progress_bar("verify") as update:
+        report = run(backend or None, full or case is not None, cases, update)
+    if output is not None:
+        write_whole(output, json.dumps(report.as_dict(), indent=1))
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print(report, all_rows)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _one_thread() -> None:
+    """Cases are small: torch's threads would only wait for each other."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _share(row: Row) -> float:
+    if not row.ok and not row.budget:
+        return float("inf")
+    return row.error / row.budget if row.budget else 0.0
+
+
+def _figure(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}"
+
+
+def _row(table: Table, row: Row, narrow: bool) -> None:
+    verdict = "[green]holds[/]" if row.ok else "[bold red]FAILS[/]"
+    if not row.judged:
+        verdict = "[yellow]not judged[/]"
+    share = _share(row)
+    used = f"{100 * share:.0f} %" if share < 1e4 else "-"
+    where = [] if narrow else [f"{row.case}: {row.note}" if row.note else row.case]
+    table.add_row(row.backend, row.tensor, _figure(row.error), _figure(row.expected), _figure(row.budget), used, verdict, *where)
+
+
+def _table(title: str, rows: list[Row], case: str) -> None:
+    narrow = console.width < 100
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("backend", "tensor", "error", "expected", "budget", "used", ""):
+        table.add_column(name, justify="right" if name in ("error", "expected", "budget", "used") else "left", no_wrap=True)
+    if not narrow:
+        table.add_column(case, no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        _row(table, row, narrow)
+    console.print(table)
+
+
+def _print(report: Report, all_rows: bool) -> None:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in report.rows:
+        groups.setdefault((row.backend, row.tensor), []).append(row)
+    worst = [max(rows, key=lambda r: (not r.ok, r.judged, _share(r))) for _, rows in sorted(groups.items())]
+    _table("Relative error against the float64 oracle: the case of each tensor that uses most of its budget", worst, "case")
+    if all_rows:
+        _table("Every result", report.rows, "case")
+    else:
+        for row in report.rows:
+            if not row.ok or not row.judged:
+                what = "FAILS" if not row.ok else "not judged, ill-conditioned"
+                console.print(f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
+                              f"budget {_figure(row.budget)} (head {row.head}) {row.note}")
+    if report.not_run:
+        console.print("Not run:")
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for item in report.not_run:
+            reasons.setdefault((item.backend, item.why), []).append(item.case)
+        for (backend, why), cases in reasons.items():
+            what = cases[0] if len(cases) == 1 else f"{len(cases)} cases ({', '.join(cases[:3])}, ...)"
+            console.print(f"  {backend}: {what}: {why}")
+    judged = sum(row.judged for row in report.rows)
+    failed = sum(not row.ok for row in report.rows)
+    cases_run = len({row.case for row in report.rows})
+    backends = ", ".join(dict.fromkeys(row.backend for row in report.rows))
+    if report.ok:
+        console.print(f"[green]holds[/]: {judged} results of {cases_run} cases on {backends}")
+    elif not judged:
+        console.print("[bold red]fails[/]: nothing could be compared")
+    else:
+        console.print(f"[bold red]fails[/]: {failed} of {judged} results of {cases_run} cases on {backends}")
