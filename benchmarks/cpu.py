@@ -292,7 +292,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         f"{c['threads']} threads, chunk {c['chunk'] or 'as each prefers'}", highlight=False)
     for name, errors in report["errors"].items():
         line = "  ".join(f"{key} {value:.1e}" for key, value in errors.items())
-        console.print(f"{name} differs from {BASELINE} by  {line}", highlight=False)
+        console.print(f"{name} differs from {BASELINE} by  {line}", highlight=False, soft_wrap=True)
     table = Table(title="Time")
     for column in ("", "contestant"):
         table.add_column(column, no_wrap=True)

@@ -26,15 +26,34 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("BoundedGate", "MixerState", "ShortConv", "SoftplusGate", "explain", "gated_delta_mixer", "gated_delta_rule",
-         "gated_delta_rule_step"), "api"),
+        (
+            "BoundedGate",
+            "MixerState",
+            "ShortConv",
+            "SoftplusGate",
+            "explain",
+            "gated_delta_mixer",
+            "gated_delta_rule",
+            "gated_delta_rule_step",
+        ),
+        "api",
+    ),
     "register_backend": "dispatch",
     "GdnError": "spec.errors",
 }
 
 __all__ = [
-    "BoundedGate", "GdnError", "MixerState", "ShortConv", "SoftplusGate", "__version__", "explain", "gated_delta_mixer",
-    "gated_delta_rule", "gated_delta_rule_step", "register_backend",
+    "BoundedGate",
+    "GdnError",
+    "MixerState",
+    "ShortConv",
+    "SoftplusGate",
+    "__version__",
+    "explain",
+    "gated_delta_mixer",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "register_backend",
 ]
 
 

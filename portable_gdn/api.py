@@ -16,7 +16,13 @@ from .spec.gates import BoundedGate, SoftplusGate
 from .spec.problem import GateKind, Options
 
 __all__ = [
-    "BoundedGate", "MixerState", "ShortConv", "SoftplusGate", "explain", "gated_delta_mixer", "gated_delta_rule",
+    "BoundedGate",
+    "MixerState",
+    "ShortConv",
+    "SoftplusGate",
+    "explain",
+    "gated_delta_mixer",
+    "gated_delta_rule",
     "gated_delta_rule_step",
 ]
 
@@ -74,7 +80,7 @@ def gated_delta_rule(
         beta: [B, T, HV], erase and write gate in one. Instead of it ``erase`` [B, T, HV, K] and ``write`` [B, T, HV, V]
             (GDN-2; [B, T, HV] is taken too), or neither, which erases nothing and writes all (GLA).
         scale: of the output; K ** -0.5 if None.
-        initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` it is the state of a row's first segment.
+        initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` that of a row's first segment.
         output_final_state: whether to return the final states.
         cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1); equal neighbours are empty sequences.
         segment_ids: [B, T] integers; the state starts anew where the id changes.
@@ -97,7 +103,18 @@ def gated_delta_rule(
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
     operands, options = _rule_call(
-        q, k, v, g, beta, erase, write, initial_state, cu_seqlens, segment_ids, mask, gate,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        erase,
+        write,
+        initial_state,
+        cu_seqlens,
+        segment_ids,
+        mask,
+        gate,
         Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
     )
     result = run(*normalise(operands, options, backend, check_values))
@@ -137,7 +154,18 @@ def gated_delta_rule_step(
         GdnError: as ``gated_delta_rule``.
     """
     operands, options = _rule_call(
-        q, k, v, g, beta, erase, write, state, None, None, None, gate,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        erase,
+        write,
+        state,
+        None,
+        None,
+        None,
+        gate,
         Options(scale, True, qk_l2norm, None, None, precision, state_layout, deterministic, True),
     )
     result = run(*normalise(operands, options, backend, check_values))
@@ -172,7 +200,7 @@ def gated_delta_mixer(
     """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
 
     Args:
-        qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K], [B, T, H * K], [B, T, HV * V].
+        qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K] twice and [B, T, HV * V].
         conv: the convolution over the channels q | k | v.
         num_heads: key heads H; value heads are those of g or beta.
         key_dim: K; needed where qkv is one array.
@@ -201,10 +229,31 @@ def gated_delta_mixer(
         operands = {"qkv": qkv}
     _add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
     kind = _gate(operands, gate)
-    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=recurrent, cu_seqlens=cu_seqlens,
-         segment_ids=segment_ids, mask=mask)
-    options = Options(scale, output_final_state, qk_l2norm, kind, chunk_size, precision, state_layout, deterministic,
-                      False, conv.activation, num_heads, key_dim)
+    _add(
+        operands,
+        g=g,
+        beta=beta,
+        erase=erase,
+        write=write,
+        initial_state=recurrent,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        mask=mask,
+    )
+    options = Options(
+        scale,
+        output_final_state,
+        qk_l2norm,
+        kind,
+        chunk_size,
+        precision,
+        state_layout,
+        deterministic,
+        False,
+        conv.activation,
+        num_heads,
+        key_dim,
+    )
     result = run(*normalise(operands, options, backend, check_values))
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
 
@@ -243,7 +292,18 @@ def explain(
     from .door import describe
 
     operands, options = _rule_call(
-        q, k, v, g, beta, erase, write, initial_state, cu_seqlens, segment_ids, mask, gate,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        erase,
+        write,
+        initial_state,
+        cu_seqlens,
+        segment_ids,
+        mask,
+        gate,
         Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
     )
     return dispatch.explain(describe(operands, options), backend)
@@ -268,13 +328,32 @@ def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
 
 
 def _rule_call(
-    q: Array, k: Array, v: Array, g: Array | None, beta: Array | None, erase: Array | None, write: Array | None,
-    initial_state: Array | None, cu_seqlens: Array | None, segment_ids: Array | None, mask: Array | None,
-    gate: Gate | None, options: Options,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None,
+    beta: Array | None,
+    erase: Array | None,
+    write: Array | None,
+    initial_state: Array | None,
+    cu_seqlens: Array | None,
+    segment_ids: Array | None,
+    mask: Array | None,
+    gate: Gate | None,
+    options: Options,
 ) -> tuple[dict[str, Array], Options]:
     operands = {"q": q, "k": k, "v": v}
-    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=initial_state, cu_seqlens=cu_seqlens,
-         segment_ids=segment_ids, mask=mask)
+    _add(
+        operands,
+        g=g,
+        beta=beta,
+        erase=erase,
+        write=write,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        mask=mask,
+    )
     if gate is not None:
         options = options._replace(gate=_gate(operands, gate))
     return operands, options

@@ -29,8 +29,11 @@ def register_backend(backend: Backend) -> None:
     _load()
     if not isinstance(backend, Backend):
         missing = [name for name in Backend.__annotations__ if not hasattr(backend, name)]
-        missing += [name for name in ("unavailable", "refuses", "run", "gradients", "from_numpy", "to_numpy", "rounding")
-                    if not callable(getattr(backend, name, None))]
+        missing += [
+            name
+            for name in ("unavailable", "refuses", "run", "gradients", "from_numpy", "to_numpy", "rounding")
+            if not callable(getattr(backend, name, None))
+        ]
         raise GdnError(f"backend is a {type(backend).__name__} without {', '.join(missing)}; it must have them.")
     _registry[backend.name] = backend
     _broken.pop(backend.name, None)
@@ -103,8 +106,8 @@ def choose(signature: Signature, name: str | None) -> Backend:
         GdnError: the one named cannot, or none can; a named one never falls back.
     """
     source = "backend"
-    if name is None and os.environ.get(ENVIRONMENT):
-        name, source = os.environ[ENVIRONMENT], ENVIRONMENT
+    if name is None:
+        name, source = os.environ.get(ENVIRONMENT) or None, ENVIRONMENT
     if name is not None:
         try:
             backend = get(name)
@@ -130,20 +133,21 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         s = self.signature
         lines = [
-            f"{s.variant.name}, {s.dtype}, precision {s.precision}, B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}"
-            f", {_ARRAYS[s.library]} on {s.device}",
+            f"{s.variant.name}, {s.dtype}, precision {s.precision}, {_ARRAYS[s.library]} on {s.device}, "
+            f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
             f"  runs on  {self.backend}" if self.backend else "  runs on no backend",
         ]
         lines += [f"  not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def explain(signature: Signature, name: str | None = None) -> Explanation:
     """The choice for a call and its reasons; never raises for a call that nothing can run."""
     name = name or os.environ.get(ENVIRONMENT) or None
-    if name not in (None, *_broken):
+    if name is not None and name not in _broken:
         get(name)  # an unknown name is a wrong call
     chosen, passed = None, []
     for backend in backends():

@@ -67,14 +67,21 @@ def normalise(
     Raises:
         GdnError: what is wrong, in a sentence.
     """
-    if isinstance(operands.get("cu_seqlens"), (list, tuple)):  # before the key is made of it
-        operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
-    if _compiling():
+    if _compiling():  # where numpy arrays have no dtype
+        bounds = operands.get("cu_seqlens")
+        if isinstance(bounds, (list, tuple, np.ndarray)):
+            operands["cu_seqlens"] = sys.modules["torch"].as_tensor(bounds)
         signature = describe(operands, options)
         chosen = dispatch.choose(signature, backend)
     else:
+        if isinstance(operands.get("cu_seqlens"), (list, tuple)):  # before the key is made of it
+            operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
         key = (
-            tuple(operands), options, backend, os.environ.get(dispatch.ENVIRONMENT), dispatch.generation,
+            tuple(operands),
+            options,
+            backend,
+            os.environ.get(dispatch.ENVIRONMENT),
+            dispatch.generation,
             *[_key(x) for x in operands.values()],
         )
         try:
@@ -163,7 +170,7 @@ def describe(operands: dict[str, Array], options: Options) -> Signature:
         operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
     library, like = _common_library(operands)
     meta = {}
-    device = None
+    device = committed = None
     for name, x in operands.items():
         kind = library_of(x)
         if kind == "torch":
@@ -172,6 +179,10 @@ def describe(operands: dict[str, Array], options: Options) -> Signature:
         elif kind == "jax":
             place = _jax_platform(x)
             meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
+            if place != "traced" and x.committed:  # others follow these
+                committed = committed or (name, x.devices())
+                if x.devices() != committed[1]:
+                    raise bad(name, f"on {x.devices()}", f"be on {committed[1]}, where {committed[0]} is")
         else:
             place = "cpu"
             meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
@@ -199,12 +210,18 @@ def _common_library(operands: dict[str, Array]) -> tuple[str, str]:
     for name, x in operands.items():
         library = library_of(x)
         if library is None:
-            raise bad(name, f"a {type(x).__module__}.{type(x).__qualname__}", "be a torch tensor, a JAX array or a numpy array")
+            raise bad(
+                name,
+                f"a {type(x).__module__}.{type(x).__qualname__}",
+                "be a torch tensor, a JAX array or a numpy array",
+            )
         if name == "cu_seqlens" and library == "numpy":
             continue
         found.setdefault(library, name)
     if "torch" in found and "jax" in found:
-        raise GdnError(f"{found['torch']} is a torch tensor and {found['jax']} a JAX array; all must be of one library.")
+        raise GdnError(
+            f"{found['torch']} is a torch tensor and {found['jax']} a JAX array; all must be of one library."
+        )
     if "torch" in found and "numpy" in found:
         raise bad(found["numpy"], "a numpy array", f"be a torch tensor, as {found['torch']} is")
     library = "jax" if "jax" in found else next(iter(found))
@@ -217,19 +234,21 @@ def empty_result(problem: Problem) -> Result:
     like = x["qkv"] if "qkv" in x else x["v"]
     library = s.library
     if library == "torch":
-        import torch as xp
-
-        make = lambda shape: like.new_zeros(shape, dtype=xp.float32)  # noqa: E731
+        float32 = sys.modules["torch"].float32
+        make = lambda shape: like.new_zeros(shape, dtype=float32)  # noqa: E731
     elif library == "jax":
-        import jax.numpy as xp
+        import jax.numpy as jnp
 
-        like, x = xp.asarray(like), {name: xp.asarray(a) for name, a in x.items() if name.endswith("state")}
-        make = lambda shape: xp.zeros(shape, xp.float32)  # noqa: E731
+        like, x = jnp.asarray(like), {name: jnp.asarray(a) for name, a in x.items() if name.endswith("state")}
+        make = lambda shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
     else:
         make = lambda shape: np.zeros(shape, np.float32)  # noqa: E731
     # Taken from the input, so that it stays in the graph of whoever differentiates.
     time = () if s.step else (s.T,)
     o = (like if s.conv is None else like[..., : s.HV * s.V]).reshape((s.B, *time, s.HV, s.V)) * 1
+    if library == "torch":  # and every other operand with it
+        for a in x.values():
+            o = o + a.sum() if getattr(a, "requires_grad", False) else o
     state = None
     if s.output_final_state:
         state = x["initial_state"] * 1 if "initial_state" in x else make(s.state_shape)

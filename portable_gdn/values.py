@@ -15,7 +15,18 @@ __all__ = ["check"]
 Array = Any
 
 FINITE = (
-    "q", "k", "v", "qkv", "beta", "erase", "write", "initial_state", "A_log", "dt_bias", "conv_weight", "conv_bias",
+    "q",
+    "k",
+    "v",
+    "qkv",
+    "beta",
+    "erase",
+    "write",
+    "initial_state",
+    "A_log",
+    "dt_bias",
+    "conv_weight",
+    "conv_bias",
     "conv_state",
 )
 PER_TOKEN = ("q", "k", "v", "qkv", "g", "beta", "erase", "write")
@@ -25,8 +36,8 @@ def check(s: Signature, operands: dict[str, Array]) -> None:
     """Check what a call's arrays hold; masked tokens may hold anything.
 
     Raises:
-        GdnError: the first condition that fails. Under a JAX trace the conditions become ``checkify.check`` instead, and
-            under torch.compile assertions of the compiled program.
+        GdnError: the first condition that fails. Under a JAX trace the conditions become ``checkify.check`` instead,
+            and under torch.compile assertions of the compiled program.
     """
     xp, decide = _tools(s, operands)
     for holds, sentence in _conditions(xp, s, operands):

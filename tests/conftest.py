@@ -26,14 +26,24 @@ SMALL = {"chunk_size": 16}
 DECAYS = {"DeltaNet": 0, "GDN": 1, "tile-grouped": 2, "KDA": -1, "GDN-2": -1, "GLA": -1, "GLA (scalar)": 1}
 
 
-def make(variant: str = "GDN", *, seed: int = 0, dtype: str = "float32", state: bool = False, N: int | None = None,
-         **sizes: int) -> dict[str, np.ndarray]:
+def make(
+    variant: str = "GDN",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    state: bool = False,
+    N: int | None = None,
+    **sizes: int,
+) -> dict[str, np.ndarray]:
     """Random operands of a call: unit keys, mild decays, gates in (0, 1), states far from zero if asked for."""
     B, T, H, HV, K, V = ({**SIZES, **sizes}[name] for name in ("B", "T", "H", "HV", "K", "V"))
     rng = np.random.default_rng(seed)
     k = rng.standard_normal((B, T, H, K))
-    x = {"q": rng.standard_normal((B, T, H, K)), "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-         "v": rng.standard_normal((B, T, HV, V))}
+    x = {
+        "q": rng.standard_normal((B, T, H, K)),
+        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "v": rng.standard_normal((B, T, HV, V)),
+    }
     x = {name: a.astype(DTYPES[dtype]) for name, a in x.items()}
     n = DECAYS[variant]
     if n:
@@ -68,7 +78,9 @@ def arguments(x: dict[str, Any], gate: str | float | None = None, **options: Any
     x = dict(x)
     A_log, dt_bias = x.pop("A_log", None), x.pop("dt_bias", None)
     if gate is not None:
-        options["gate"] = pg.SoftplusGate(A_log, dt_bias) if gate == "softplus" else pg.BoundedGate(A_log, dt_bias, gate)
+        options["gate"] = (
+            pg.SoftplusGate(A_log, dt_bias) if gate == "softplus" else pg.BoundedGate(A_log, dt_bias, gate)
+        )
     return {**x, **options}
 
 
@@ -92,7 +104,9 @@ def call(kind: str, x: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     return pg.gated_delta_rule(**arguments(x, **options))
 
 
-def oracle(x: dict[str, np.ndarray], d: dict[str, np.ndarray] | None = None, kind: str = "rule", **options: Any) -> Evaluation:
+def oracle(
+    x: dict[str, np.ndarray], d: dict[str, np.ndarray] | None = None, kind: str = "rule", **options: Any
+) -> Evaluation:
     """The call in float64, unrounded, with the sizes of what each result sums up (and gradients if d is given)."""
     options.setdefault("output_final_state", True)
     gate = options.pop("gate", None)
@@ -105,9 +119,10 @@ def oracle(x: dict[str, np.ndarray], d: dict[str, np.ndarray] | None = None, kin
     return evaluate(problem, d)
 
 
-def assert_close(got: np.ndarray, want: np.ndarray, size: np.ndarray | None = None, *, eps: float = 8,
-                 dtype: str = "float32") -> None:
-    """The L2 norm of the error is at most ``eps`` float32 eps times that of the summands, plus the result's own rounding."""
+def assert_close(
+    got: np.ndarray, want: np.ndarray, size: np.ndarray | None = None, *, eps: float = 8, dtype: str = "float32"
+) -> None:
+    """The error's L2 norm is at most ``eps`` float32 eps times that of the summands, plus the result's own rounding."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     error = np.linalg.norm(got - want)
@@ -147,7 +162,7 @@ class Library:
     def both(
         self, x: dict[str, np.ndarray], d: dict[str, np.ndarray], kind: str = "rule", **options: Any
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """o, the final state, and the operands' cotangents from those of o and the state, as the library derives them."""
+        """o, the final state, and the operands' cotangents from those of both, as the library derives them."""
         o, state, *_ = self.run(kind, x, **_with_state(kind, options))
         return o, state, oracle(x, d, kind, **options).gradients
 
@@ -163,7 +178,11 @@ class Torch(Library):
         import torch
 
         a = np.array(a)
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype.name == "bfloat16" else torch.from_numpy(a)
+        return (
+            torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+            if a.dtype.name == "bfloat16"
+            else torch.from_numpy(a)
+        )
 
     def numpy(self, a: Any) -> Any:
         import torch
@@ -181,8 +200,11 @@ class Torch(Library):
         o, state, *_ = call(kind, x, **_with_state(kind, options))
         pairs = [(value, d[name]) for name, value in (("o", o), ("state", state)) if name in d]
         found = torch.autograd.grad(
-            [value for value, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True)
-        grads = {name: torch.zeros_like(a) if g is None else g for (name, a), g in zip(leaves.items(), found, strict=True)}
+            [value for value, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True
+        )
+        grads = {
+            name: torch.zeros_like(a) if g is None else g for (name, a), g in zip(leaves.items(), found, strict=True)
+        }
         return self.numpy(o), self.numpy(state), {name: self.numpy(g) for name, g in grads.items()}
 
 

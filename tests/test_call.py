@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -26,12 +27,33 @@ VARIANTS = list(DECAYS)
 GATES = ["g", "beta", "erase", "write"]
 
 
-# Signatures and results ---------------------------------------------------------------------------------------------
+# Signatures and results ----------------------------------------------------------------------------------------------
 
 
-def _rule(q, k, v, g=None, *, beta=None, erase=None, write=None, scale=None, initial_state=None, output_final_state=False,
-          cu_seqlens=None, segment_ids=None, mask=None, qk_l2norm=False, gate=None, chunk_size=None, precision=None,
-          state_layout="kv", deterministic=False, check_values=False, backend=None): ...
+def _rule(
+    q,
+    k,
+    v,
+    g=None,
+    *,
+    beta=None,
+    erase=None,
+    write=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    cu_seqlens=None,
+    segment_ids=None,
+    mask=None,
+    qk_l2norm=False,
+    gate=None,
+    chunk_size=None,
+    precision=None,
+    state_layout="kv",
+    deterministic=False,
+    check_values=False,
+    backend=None,
+): ...
 
 
 def _form(function):
@@ -145,7 +167,7 @@ def test_inputs_are_not_written(library):
         np.testing.assert_array_equal(library.numpy(arrays[name]), a)
 
 
-# No tokens, one token -----------------------------------------------------------------------------------------------
+# No tokens, one token ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("empty", [{"T": 0}, {"B": 0}], ids=str)
@@ -209,7 +231,7 @@ def test_one_token_by_hand(library):
     assert_close(o[:, 0], np.einsum("bhkv,bhk->bhv", after, f["q"][:, 0]) / 4.0)
 
 
-# Time taken apart ---------------------------------------------------------------------------------------------------
+# Time taken apart ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])
@@ -222,7 +244,8 @@ def test_steps_equal_the_whole(library, variant, layout):
     parts = []
     for t in range(20):
         o, state = library.run(
-            "step", {**{name: a[:, t] for name, a in x.items()}, "initial_state": state}, state_layout=layout)
+            "step", {**{name: a[:, t] for name, a in x.items()}, "initial_state": state}, state_layout=layout
+        )
         parts.append(o)
     assert_close(np.stack(parts, 1), want.o, want.sizes["o"])
     assert_close(state if layout == "kv" else np.swapaxes(state, -1, -2), want.state, want.sizes["state"])
@@ -258,7 +281,7 @@ def test_a_sequence_in_pieces_equals_one_call(framework, variant, cuts):
     assert_close(state, want.state, want.sizes["state"])
 
 
-# Sequences side by side ---------------------------------------------------------------------------------------------
+# Sequences side by side ----------------------------------------------------------------------------------------------
 
 LENGTHS = [0, 13, 0, 0, 1, 16, 10, 0]
 BOUNDS = np.cumsum([0, *LENGTHS]).tolist()
@@ -270,7 +293,7 @@ def test_packed_sequences_equal_each_alone(library, variant):
     d = cotangents(x)
     x_packed = {**x, "cu_seqlens": np.array(BOUNDS, np.int32)}
     o, state, grads = library.both(x_packed, d, **SMALL)
-    for n, (a, b) in enumerate(zip(BOUNDS[:-1], BOUNDS[1:], strict=True)):
+    for n, (a, b) in enumerate(itertools.pairwise(BOUNDS)):
         alone = {**tokens(x, 0, slice(a, b)), "initial_state": x["initial_state"][n : n + 1]}
         if a == b:
             assert state[n].tobytes() == x["initial_state"][n].tobytes()
@@ -312,7 +335,7 @@ def test_segments_equal_separate_calls(library):
     x["segment_ids"] = ids
     o, state, grads = library.both(x, d, **SMALL)
     for row, cuts in ((0, [0, 9, 30, 40]), (1, [0, 17, 40])):
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             alone = {name: v for name, v in tokens(x, row, slice(a, b)).items() if name != "segment_ids"}
             given = x["initial_state"][row : row + 1]
             alone["initial_state"] = given if a == 0 else np.zeros_like(given)
@@ -329,7 +352,7 @@ def test_segments_equal_separate_calls(library):
                     assert_close(grads[name][row : row + 1, a:b], value, want.sizes[name])
 
 
-# Padding ------------------------------------------------------------------------------------------------------------
+# Padding -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("junk", [1e3, np.nan], ids=["junk", "NaN"])
@@ -394,12 +417,16 @@ def test_outputs_of_padding_are_zero_even_after_nan(library):
     assert (library.rule({**x, "mask": mask}, **SMALL)[0][~mask] == 0).all()
 
 
-# Heads, and one variant as another ----------------------------------------------------------------------------------
+# Heads, and one variant as another -----------------------------------------------------------------------------------
 
 
 def test_value_head_reads_key_head_of_its_group(library):
-    x = {"q": np.zeros((1, 1, 2, 16), np.float32), "k": np.zeros((1, 1, 2, 16), np.float32),
-         "v": np.ones((1, 1, 6, 24), np.float32), "beta": np.ones((1, 1, 6), np.float32)}
+    x = {
+        "q": np.zeros((1, 1, 2, 16), np.float32),
+        "k": np.zeros((1, 1, 2, 16), np.float32),
+        "v": np.ones((1, 1, 6, 24), np.float32),
+        "beta": np.ones((1, 1, 6), np.float32),
+    }
     x["q"][..., 0] = [[[8, 16]]]
     x["k"][..., 0] = 1
     o = library.rule(x)[0]
@@ -449,7 +476,7 @@ def test_a_coarse_variant_equals_the_finer_one_that_repeats_it(framework, x, y):
         assert_close(got, want.gradients[name], want.sizes[name])
 
 
-# Gates and resets ---------------------------------------------------------------------------------------------------
+# Gates and resets ----------------------------------------------------------------------------------------------------
 
 
 def _raw(variant, **options):
@@ -493,13 +520,12 @@ def test_bounded_gate_needs_no_parameters(library):
     x = _raw("KDA")
     bare = {name: a for name, a in x.items() if name not in ("A_log", "dt_bias")}
     zeros = {**bare, "A_log": np.zeros(4, np.float32), "dt_bias": np.zeros((4, 16), np.float32)}
-    np.testing.assert_array_equal(
-        library.rule(bare, gate=-5.0, **SMALL)[0], library.rule(zeros, gate=-5.0, **SMALL)[0])
+    np.testing.assert_array_equal(library.rule(bare, gate=-5.0, **SMALL)[0], library.rule(zeros, gate=-5.0, **SMALL)[0])
 
 
 @pytest.mark.parametrize("projection", [-200.0, 3.0], ids=["closed", "reset"])
 def test_gate_with_a_factor_that_overflows(library, projection):
-    """exp(A_log) is inf: with softplus 0 the gate is 0, else a reset; no derivative is NaN, and a reset has none at all."""
+    """exp(A_log) is inf: with softplus 0 the gate is 0, else a reset, and no derivative is NaN."""
     x = _raw("GDN", state=True)
     x["g"][:] = projection
     x["A_log"][:], x["dt_bias"][:] = 100, 0
@@ -584,7 +610,7 @@ def test_a_step_at_a_reset(framework):
     assert_all_close(grads, want)
 
 
-# Norm, and settings of the process ------------------------------------------------------------------------------------
+# Norm, and settings of the process -----------------------------------------------------------------------------------
 
 
 def test_l2norm_adds_its_constant_to_the_sum_of_squares(library):

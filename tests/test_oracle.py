@@ -16,9 +16,19 @@ SMALL = Case("small", T=37, H=2, HV=4, K=8, V=6)
 CASES = [
     replace(SMALL, variant=variant, gates=gates, seed=i)
     for i, (variant, gates) in enumerate(
-        [("DeltaNet", "mild"), ("GDN", "one -inf"), ("GDN", "-3 each"), ("tile-grouped", "many resets"),
-         ("KDA", "many resets"), ("KDA", "-3 each"), ("GDN-2", "one -inf"), ("GLA", "many resets"), ("GLA (scalar)", "mild"),
-         ("linear attention", "mild")])
+        [
+            ("DeltaNet", "mild"),
+            ("GDN", "one -inf"),
+            ("GDN", "-3 each"),
+            ("tile-grouped", "many resets"),
+            ("KDA", "many resets"),
+            ("KDA", "-3 each"),
+            ("GDN-2", "one -inf"),
+            ("GLA", "many resets"),
+            ("GLA (scalar)", "mild"),
+            ("linear attention", "mild"),
+        ]
+    )
 ] + [
     replace(SMALL, gate="softplus", l2norm=True, variant="KDA"),
     replace(SMALL, gate="bounded", l2norm=True),
@@ -27,7 +37,8 @@ CASES = [
     replace(SMALL, layout="holes", B=2, conv=4, l2norm=True),
     replace(SMALL, layout="step", B=2, variant="GDN-2", state_layout="vk"),
     replace(SMALL, keys="repeated", beta="1.998"),
-    replace(SMALL, T=1), replace(SMALL, T=0),
+    replace(SMALL, T=1),
+    replace(SMALL, T=0),
 ]
 
 

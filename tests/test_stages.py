@@ -79,7 +79,8 @@ def matrices():
     near /= np.linalg.norm(near, axis=1, keepdims=True)
     return {
         f"{name}, beta {beta}": np.tril(beta * keys @ keys.T, -1)
-        for name, keys in (("random", k), ("correlated", near), ("repeated", one)) for beta in (1.0, 1.998)
+        for name, keys in (("random", k), ("correlated", near), ("repeated", one))
+        for beta in (1.0, 1.998)
     }
 
 

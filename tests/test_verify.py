@@ -30,8 +30,9 @@ def runs(backend, case):
     return not dispatch.get(backend).slow or case.essential
 
 
-@pytest.mark.parametrize(("backend", "case"), [
-    pytest.param(b, c, id=f"{b}-{c.name}") for b in HERE for c in cases_for(False) if runs(b, c)])
+@pytest.mark.parametrize(
+    ("backend", "case"), [pytest.param(b, c, id=f"{b}-{c.name}") for b in HERE for c in cases_for(False) if runs(b, c)]
+)
 def test_backend_holds(backend, case):
     report = verify([backend], cases=[case])
     assert report.ok, [row for row in report.rows if not row.ok]
@@ -39,9 +40,14 @@ def test_backend_holds(backend, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "case"), [
-    pytest.param(b, c, id=f"{b}-{c.name}")
-    for b in HERE for c in [*(c for c in cases_for(False) if not runs(b, c)), *pairwise()]])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(b, c, id=f"{b}-{c.name}")
+        for b in HERE
+        for c in [*(c for c in cases_for(False) if not runs(b, c)), *pairwise()]
+    ],
+)
 def test_backend_holds_in_full(backend, case):
     report = verify([backend], full=True, cases=[case])
     assert report.ok, [row for row in report.rows if not row.ok]
@@ -122,11 +128,17 @@ class HeadsTiled(ByStages):
         axis = 1 if s.step else 2
         move = lambda a, order: np.take(a, order, axis)  # noqa: E731
         tokens = ("v", "g", "beta", "erase", "write")
-        y = {n: move(a, order) if n in tokens else np.take(a, order, 1) if n == "initial_state" else a for n, a in x.items()}
+        y = {
+            n: move(a, order) if n in tokens else np.take(a, order, 1) if n == "initial_state" else a
+            for n, a in x.items()
+        }
         d = {"o": move(cotangents["o"], order), "state": np.take(cotangents["state"], order, 1)}
         result, grads = super().gradients(problem._replace(operands=y), d)
         back = np.argsort(order)
-        grads = {n: move(a, back) if n in tokens else np.take(a, back, 1) if n == "initial_state" else a for n, a in grads.items()}
+        grads = {
+            n: move(a, back) if n in tokens else np.take(a, back, 1) if n == "initial_state" else a
+            for n, a in grads.items()
+        }
         return result._replace(o=move(result.o, back), state=np.take(result.state, back, 1)), grads
 
 
@@ -170,7 +182,15 @@ def test_a_sound_backend_passes(under_test):
     assert code == 0, [row for row in report["results"] if not row["ok"]]
     assert report["ok"]
     assert len({row["case"] for row in report["results"]}) >= 40
-    assert {row["tensor"] for row in report["results"]} >= {"o", "state", "grad_q", "grad_k", "grad_v", "grad_g", "grad_beta"}
+    assert {row["tensor"] for row in report["results"]} >= {
+        "o",
+        "state",
+        "grad_q",
+        "grad_k",
+        "grad_v",
+        "grad_g",
+        "grad_beta",
+    }
     assert set(report["results"][0]) >= {"backend", "case", "tensor", "error", "expected", "budget", "ok"}
 
 
@@ -218,7 +238,9 @@ def test_an_error_of_four_budgets_in_one_head_is_seen():
 
 def test_recordings_are_cases_everywhere():
     cases = recorded()
-    assert {c.source for c in cases} == {f"{m}.safetensors" for m in ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")}
+    assert {c.source for c in cases} == {
+        f"{m}.safetensors" for m in ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+    }
     report = verify(["numpy"], cases=cases)
     assert report.ok
     assert {row.case for row in report.rows if row.backend == "transformers"} == {c.name for c in cases}
@@ -230,7 +252,9 @@ def test_recordings_are_cases_everywhere():
 def command(*arguments, blocked=(), **environment):
     code = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); sys.argv = {['portable-gdn', *arguments]!r}\n"
     code += "from portable_gdn.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
 
 
 def test_verify_refuses_what_it_does_not_know():

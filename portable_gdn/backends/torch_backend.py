@@ -52,11 +52,13 @@ class Torch:
         with torch.enable_grad():
             result = self.run(Problem(problem.signature, {**problem.operands, **smooth}))
             pairs = [
-                (value, cotangents[name]) for name, value in (("o", result.o), ("state", result.state))
+                (value, cotangents[name])
+                for name, value in (("o", result.o), ("state", result.state))
                 if name in cotangents and value is not None
             ]
             found = torch.autograd.grad(
-                [value for value, _ in pairs], list(smooth.values()), [d for _, d in pairs], allow_unused=True)
+                [value for value, _ in pairs], list(smooth.values()), [d for _, d in pairs], allow_unused=True
+            )
         grads = {
             name: torch.zeros_like(a) if d is None else d for (name, a), d in zip(smooth.items(), found, strict=True)
         }
@@ -68,7 +70,11 @@ class Torch:
 
         def convert(a: Any) -> Any:
             a = np.array(a, order="C")  # a copy that owns its memory: torch has no read-only tensors
-            return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype.name == "bfloat16" else torch.from_numpy(a)
+            return (
+                torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+                if a.dtype.name == "bfloat16"
+                else torch.from_numpy(a)
+            )
 
         return {name: convert(a) for name, a in operands.items()}
 

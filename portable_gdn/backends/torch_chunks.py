@@ -31,10 +31,10 @@ def run(problem: Problem, size: int) -> Result:
         x = {**x, "cu_seqlens": torch.as_tensor(bounds, device=_like(x).device)}
     p = prepare(xp, s, x)
     S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
-    if s.step:
+    if s.step or (s.T == 1 and not s.packed):  # one token needs no chunk, nor does a segment start at the first
         o, state = _step(s, p, S)
     else:
-        o, state = _rule(s, p, S, bounds if bounds is None or isinstance(bounds, np.ndarray) else x["cu_seqlens"], size)
+        o, state = _rule(s, p, S, bounds, size)
     o = o.to(getattr(torch, s.dtype))
     return Result(o, swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
 
@@ -46,66 +46,69 @@ def _like(x: Mapping[str, Any]) -> Tensor:
 def _step(s: Signature, p: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
     rows = [None if a is None else a[:, 0].unflatten(1, (s.H, a.shape[2] // s.H)) for a in p[:6]]
     o, state = one_token(xp, *rows, S.unflatten(1, (s.H, -1)), s.scale)
-    return o.flatten(1, 2), state.flatten(1, 2)
+    o = o.flatten(1, 2)
+    return o if s.step else o[:, None], state.flatten(1, 2)
 
 
 class _Plan(NamedTuple):
-    """Sequences as they will be worked on: None for a plain batch, else host arrays sorted by length, longest first.
+    """Packed or segmented sequences, longest first; None stands for a plain batch.
 
-    begin, length: first token (in the rows laid end to end) and number of tokens; order: index of each sorted sequence.
+    begin, length: first token (rows laid end to end) and number of tokens of each sequence, on the host.
+    state: row of the given states that it reads; fresh: whether it starts from zeros instead.
+    last: for each row of the final states, the sequence that ends it.
     """
 
     begin: np.ndarray
     length: np.ndarray
-    order: np.ndarray
+    state: Tensor
+    fresh: Tensor
+    last: Tensor
 
 
-def _plan(begin: np.ndarray, length: np.ndarray) -> _Plan:
+def _plan(q: Tensor, cu_seqlens: Any, starts: Tensor | None) -> _Plan | None:
+    B, T = q.shape[:2]
+    if cu_seqlens is not None:
+        bounds = np.clip(_host(cu_seqlens), 0, T)
+        begin, length = bounds[:-1], np.maximum(bounds[1:] - bounds[:-1], 0)
+        state, fresh = np.arange(len(begin)), np.zeros(len(begin), bool)
+        last = state
+    elif starts is not None:
+        cuts = _host(starts)
+        cuts[:, 0] = True
+        begin = np.flatnonzero(cuts)
+        length = np.diff(begin, append=B * T)
+        state = begin // T
+        fresh = np.concatenate([[False], state[1:] == state[:-1]])
+        last = np.flatnonzero(np.concatenate([state[1:] != state[:-1], [True]]))
+    else:
+        return None
     order = np.argsort(-length, kind="stable")
-    return _Plan(begin[order], length[order], order)
+    on_device = lambda a: torch.as_tensor(a, device=q.device)  # noqa: E731
+    return _Plan(
+        begin[order],
+        length[order],
+        on_device(state[order]),
+        on_device(fresh[order])[:, None, None, None],
+        on_device(np.argsort(order)[last]),
+    )
 
 
 def _product(a: Tensor, b: Tensor, name_a: str, name_b: str) -> Tensor:
     return a @ b
 
 
+Operands = tuple[Tensor | None, ...]  # q, k, v, g, b, w
+
+
 def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states, by the road that fits the caller: eager, compiled or transformed."""
     operands = (p.q, p.k, p.v, p.g, p.b, p.w)
     if torch.compiler.is_compiling():
-        if isinstance(bounds, np.ndarray):
-            bounds = torch.as_tensor(bounds)
         return _operation(*operands, S, bounds, p.starts, s.scale, size)
+    plan = _plan(p.q, bounds, p.starts)
     if torch._C._are_functorch_transforms_active():  # its own gradient is not for torch.func; plain operations are
-        return _sequences(operands, S, bounds, p.starts, lambda ops, S, plan: _forward(ops, S, plan, s.scale, size)[:2])
-    return _sequences(operands, S, bounds, p.starts, lambda ops, S, plan: _Rule.apply(*ops, S, plan, s.scale, size))
-
-
-def _sequences(operands: Any, S: Tensor, cu_seqlens: Any, starts: Tensor | None, rule: Any) -> tuple[Tensor, Tensor]:
-    """Lay out sequences, hand each its state, and collect the states that they end with."""
-    q = operands[0]
-    B, T = q.shape[:2]
-    if cu_seqlens is not None:
-        bounds = np.clip(_host(cu_seqlens), 0, T)
-        plan = _plan(bounds[:-1], np.maximum(bounds[1:] - bounds[:-1], 0))
-        order = torch.as_tensor(plan.order, device=q.device)
-        o, after = rule(operands, S[order], plan)
-        return o, after[torch.argsort(order)]
-    if starts is not None:
-        cuts = _host(starts)
-        cuts[:, 0] = True
-        begin = np.flatnonzero(cuts)
-        plan = _plan(begin, np.diff(begin, append=B * T))
-        row = begin // T
-        fresh = np.concatenate([[False], row[1:] == row[:-1]])
-        order = torch.as_tensor(plan.order, device=q.device)
-        given = S[torch.as_tensor(row, device=q.device)]
-        keep = torch.as_tensor(~fresh, device=q.device)[:, None, None, None]
-        given = torch.where(keep, given, torch.zeros_like(given))
-        o, after = rule(operands, given[order], plan)
-        last = np.concatenate([row[1:] != row[:-1], [True]])
-        return o, after[torch.argsort(order)][torch.as_tensor(np.flatnonzero(last), device=q.device)]
-    return rule(operands, S, None)
+        return _forward(operands, S, plan, s.scale, size)[:2]
+    return _Rule.apply(*operands, S, plan, s.scale, size)
 
 
 def _host(x: Any) -> np.ndarray:
@@ -119,7 +122,8 @@ def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, in
         return [(B, a, min(size, T - a)) for a in range(0, T, size)]
     longest = int(plan.length[0]) if len(plan.length) else 0
     return [
-        (int(np.searchsorted(-plan.length, -a, side="left")), a, min(size, longest - a)) for a in range(0, longest, size)
+        (int(np.searchsorted(-plan.length, -a, side="left")), a, min(size, longest - a))
+        for a in range(0, longest, size)
     ]
 
 
@@ -168,18 +172,23 @@ class _Rows:
             x.view(-1, *x.shape[2:])[self.index[self.valid]] = rows[self.valid]
 
 
-def _forward(x: Any, S: Tensor, plan: _Plan | None, scale: float, size: int, keep: bool = False) -> tuple[Tensor, Tensor, list[Any]]:
+def _forward(
+    x: Operands, S: Tensor, plan: _Plan | None, scale: float, size: int, keep: bool = False
+) -> tuple[Tensor, Tensor, list[Any]]:
     """The loop. Without ``keep`` it consists of operations that torch can differentiate by itself."""
     q, v = x[0], x[2]
     B, T = q.shape[:2]
+    if plan is not None:
+        S = S[plan.state]
+        S = torch.where(plan.fresh, torch.zeros_like(S), S)
     S = S.unflatten(1, (q.shape[2], -1))
     kept: list[Any] = []
-    done: list[Any] = []
+    ended: list[Any] = []
     parts, places = [], []
     for round_ in _rounds(plan, B, T, size):
         rows = _Rows(plan, round_, q)
         if round_[0] < S.shape[0]:  # sequences that have ended keep their states
-            done.append(S[round_[0] :])
+            ended.append(S[round_[0] :])
             S = S[: round_[0]]
         out, after, saved = chunkwise.forward_chunk(xp, _product, *map(rows.read, x), S, scale)
         if keep:
@@ -189,24 +198,27 @@ def _forward(x: Any, S: Tensor, plan: _Plan | None, scale: float, size: int, kee
         if plan is not None:
             places.append(rows.index[rows.valid])
         S = after
-    final = torch.cat([S, *done[::-1]]).flatten(1, 2)
+    final = torch.cat([S, *ended[::-1]]).flatten(1, 2)
     if plan is None:
-        o = torch.cat(parts, 1)
-    else:
-        o = v.new_zeros((B * T, *v.shape[2:]))
-        if parts:
-            o = o.index_copy(0, torch.cat(places), torch.cat(parts))
-        o = o.unflatten(0, (B, T))
-    return o, final, kept
+        return torch.cat(parts, 1), final, kept
+    o = v.new_zeros((B * T, *v.shape[2:]))
+    if parts:
+        o = o.index_copy(0, torch.cat(places), torch.cat(parts))
+    return o.unflatten(0, (B, T)), final[plan.last], kept
 
 
-def _backward(x: Any, dO: Tensor, dS: Tensor, kept: list[Any], scale: float) -> tuple[Tensor | None, ...]:
-    q = x[0]
+def _backward(
+    x: Operands, S: Tensor, plan: _Plan | None, scale: float, kept: list[Any], dO: Tensor, dS: Tensor
+) -> list[Tensor | None]:
+    """Cotangents of the operands and of the given states."""
+    heads = x[0].shape[2]
     grads = [None if a is None else torch.zeros_like(a, memory_format=torch.contiguous_format) for a in x]
-    dS = dS.unflatten(1, (q.shape[2], -1)).clone()
-    for rows, S, saved in reversed(kept):
-        count = S.shape[0]
-        d = chunkwise.backward_chunk(xp, _product, *map(rows.read, x), S, scale, saved, rows.read(dO), dS[:count])
+    if plan is not None:
+        dS = dS.new_zeros((len(plan.begin), *dS.shape[1:])).index_copy(0, plan.last, dS)
+    dS = dS.unflatten(1, (heads, -1)).clone()
+    for rows, before, saved in reversed(kept):
+        count = before.shape[0]
+        d = chunkwise.backward_chunk(xp, _product, *map(rows.read, x), before, scale, saved, rows.read(dO), dS[:count])
         rows.write(grads[0], d.q.sum(2, keepdim=True))
         rows.write(grads[1], d.k.sum(2, keepdim=True))
         for into, new in zip(grads[2:], d[2:6], strict=True):
@@ -215,26 +227,43 @@ def _backward(x: Any, dO: Tensor, dS: Tensor, kept: list[Any], scale: float) -> 
             dS = d.S
         else:
             dS[:count] = d.S
-    return (*grads, dS.flatten(1, 2))
+    dS = dS.flatten(1, 2)
+    if plan is not None:
+        given = torch.where(plan.fresh, torch.zeros_like(dS), dS)
+        dS = torch.zeros_like(S, memory_format=torch.contiguous_format).index_add(0, plan.state, given)
+    return [*grads, dS]
 
 
 class _Rule(torch.autograd.Function):
     """The bare rule with its own gradient: saves the states between chunks and what the chunks solved."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, plan: Any, scale: float, size: int) -> Any:
-        x = (q, k, v, g, b, w)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *x, S, plan, scale, size = inputs
         keep = any(ctx.needs_input_grad)
-        o, final, kept = _forward(x, S, plan, scale, size, keep)
+        o, final, kept = _forward(tuple(x), S, plan, scale, size, keep)
         if keep:
-            ctx.save_for_backward(*x)
-            ctx.kept, ctx.scale = kept, scale
+            ctx.save_for_backward(*x, S)
+            ctx.kept, ctx.rest = kept, (plan, scale, size)
         return o, final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dO: Any, dS: Any) -> Any:
-        return (*_backward(ctx.saved_tensors, dO, dS, ctx.kept, ctx.scale), None, None, None)
+        *x, S = ctx.saved_tensors
+        plan, scale, size = ctx.rest
+        if not torch.is_grad_enabled():
+            return (*_backward(tuple(x), S, plan, scale, ctx.kept, dO, dS), None, None, None)
+        # Somebody will differentiate the gradient: it must consist of operations that torch knows.
+        wanted = [i for i, a in enumerate((*x, S)) if ctx.needs_input_grad[i]]
+        o, final, _ = _forward(tuple(x), S, plan, scale, size)
+        pairs = [(y, d) for y, d in ((o, dO), (final, dS)) if y.requires_grad]
+        found = torch.autograd.grad(
+            [y for y, _ in pairs], [(*x, S)[i] for i in wanted], [d for _, d in pairs], create_graph=True
+        )
+        grads: list[Any] = [None] * 10
+        for i, d in zip(wanted, found, strict=True):
+            grads[i] = d
+        return tuple(grads)
 
 
 # torch.compile sees the rule as one opaque operation: traced, its loop would be unrolled.
@@ -242,26 +271,42 @@ class _Rule(torch.autograd.Function):
 
 @torch.library.custom_op("portable_gdn::rule", mutates_args=())
 def _operation(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, w: Tensor | None, S: Tensor,
-    cu_seqlens: Tensor | None, starts: Tensor | None, scale: float, size: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    w: Tensor | None,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    size: int,
 ) -> tuple[Tensor, Tensor]:
-    o, final = _sequences(
-        (q, k, v, g, b, w), S, cu_seqlens, starts, lambda ops, S, plan: _forward(ops, S, plan, scale, size)[:2])
+    o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
     return o.contiguous(), final.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("portable_gdn::rule_backward", mutates_args=())
 def _operation_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, w: Tensor | None, S: Tensor,
-    cu_seqlens: Tensor | None, starts: Tensor | None, scale: float, size: int, dO: Tensor, dS: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    w: Tensor | None,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    size: int,
+    dO: Tensor,
+    dS: Tensor,
 ) -> list[Tensor]:
     """Computes the forward pass again instead of saving from it."""
-    leaves = [None if a is None else a.detach().clone().requires_grad_() for a in (q, k, v, g, b, w, S)]
-    with torch.enable_grad():
-        o, final = _sequences(
-            tuple(leaves[:6]), leaves[6], cu_seqlens, starts, lambda ops, S, plan: _Rule.apply(*ops, S, plan, scale, size))
-    there = [a for a in leaves if a is not None]
-    return [a.contiguous() for a in torch.autograd.grad([o, final], there, [dO, dS])]
+    x, plan = (q, k, v, g, b, w), _plan(q, cu_seqlens, starts)
+    kept = _forward(x, S, plan, scale, size, keep=True)[2]
+    return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -45,9 +45,7 @@ def compute_gradients(s: Signature, size: int, operands: dict[str, Array], cotan
         return {"o": result[0], "state": result[1]}, result
 
     out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
-    full = {
-        name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()
-    }
+    full = {name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()}
     return result, pull(full)[0]
 
 
@@ -151,7 +149,8 @@ def _forward(
         window = _Windows(s, entry, size, length)
         before = window.take(S)
         out, after, saved = chunkwise.forward_chunk(
-            jnp, product, *map(window.read, x), before, s.scale, _read_starts(window, starts))
+            jnp, product, *map(window.read, x), before, s.scale, _read_starts(window, starts)
+        )
         return (window.write(o, out), window.put(S, after)), ((saved, before) if keep else None)
 
     o = jnp.zeros((s.B, length, s.HV, s.V), jnp.float32)
@@ -161,16 +160,35 @@ def _forward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rule(
-    s: Signature, size: int, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array,
-    starts: Array | None, table: Array,
+    s: Signature,
+    size: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    starts: Array | None,
+    table: Array,
 ) -> tuple[Array, Array]:
     """The bare rule: o [B, T, HV, V] and the final states."""
     return _rule_forward(s, size, q, k, v, g, b, w, S, starts, table, keep=False)[0]
 
 
 def _rule_forward(
-    s: Signature, size: int, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array,
-    starts: Array | None, table: Array, keep: bool = True,
+    s: Signature,
+    size: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    starts: Array | None,
+    table: Array,
+    keep: bool = True,
 ) -> Any:
     x, reached = (q, k, v, g, b, w), None
     if starts is not None:
@@ -196,8 +214,16 @@ def _rule_backward(s: Signature, size: int, kept: Any, cotangents: tuple[Array, 
         entry, (saved, before) = item
         window = _Windows(s, entry, size, length)
         d = chunkwise.backward_chunk(
-            jnp, product, *map(window.read, x), before, s.scale, saved, window.read(dO), window.take(dS),
-            _read_starts(window, starts))
+            jnp,
+            product,
+            *map(window.read, x),
+            before,
+            s.scale,
+            saved,
+            window.read(dO),
+            window.take(dS),
+            _read_starts(window, starts),
+        )
         q, k, *rest = d[:6]
         new = (jnp.sum(q, 2, keepdims=True), jnp.sum(k, 2, keepdims=True), *rest)
         return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None

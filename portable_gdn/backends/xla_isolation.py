@@ -1,6 +1,6 @@
-"""Segments of one row that share chunks share products, and 0 * NaN is NaN: keep what is not finite in its own segment.
+"""Segments that share a chunk share products, and 0 * NaN is NaN: what is not finite stays in its own segment.
 
-A token that holds anything but finite numbers (a decay may be -inf) is replaced by one that changes nothing, and what it
+A token that holds anything but finite numbers (a decay may be -inf) is replaced by one that changes nothing; what it
 would have reached is NaN: outputs from it to the end of its segment, the state if that segment is the row's last, and,
 backwards, every gradient of the segment. Nothing is hidden, and neighbours keep their bits.
 """

@@ -18,8 +18,17 @@ from .output import console, print_json
 __all__ = ["info"]
 
 PACKAGES = {  # distribution: the extra that brings it
-    "numpy": None, "array-api-compat": None, "ml-dtypes": None, "jax": "cpu", "jaxlib": "cpu", "libtpu": "tpu", "torch": "cpu",
-    "triton": "gpu", "flash-linear-attention": "gpu", "transformers": "checkpoints", "safetensors": "checkpoints",
+    "numpy": None,
+    "array-api-compat": None,
+    "ml-dtypes": None,
+    "jax": "cpu",
+    "jaxlib": "cpu",
+    "libtpu": "tpu",
+    "torch": "cpu",
+    "triton": "gpu",
+    "flash-linear-attention": "gpu",
+    "transformers": "checkpoints",
+    "safetensors": "checkpoints",
 }
 
 
@@ -41,8 +50,12 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     console.print(table)
     table = Table("backend", "takes", "by itself", "here", title="Backends, in the order tried", title_justify="left")
     for item in facts["backends"]:
-        table.add_row(item["name"], ", ".join(item["takes"]), "yes" if item["auto"] else "by name only",
-                      item["unavailable"] or "runs")
+        table.add_row(
+            item["name"],
+            ", ".join(item["takes"]),
+            "yes" if item["auto"] else "by name only",
+            item["unavailable"] or "runs",
+        )
     console.print(table)
     table = Table("a call with", "runs on", "others", title="What would run", title_justify="left")
     for item in facts["would_run"]:
@@ -61,13 +74,20 @@ def _version(name: str) -> str | None:
 def _facts() -> dict[str, Any]:
     devices, places = _devices()
     return {
-        "version": __version__, "python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}",
+        "version": __version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": devices,
         "backends": [
-            *({"name": b.name, "takes": list(b.libraries), "auto": b.auto, "unavailable": b.unavailable()}
-              for b in dispatch.backends()),
-            *({"name": name, "takes": [], "auto": False, "unavailable": why} for name, why in dispatch.broken().items()),
+            *(
+                {"name": b.name, "takes": list(b.libraries), "auto": b.auto, "unavailable": b.unavailable()}
+                for b in dispatch.backends()
+            ),
+            *(
+                {"name": name, "takes": [], "auto": False, "unavailable": why}
+                for name, why in dispatch.broken().items()
+            ),
         ],
         "would_run": [_would_run(library, device) for library, device in places],
     }
@@ -110,9 +130,13 @@ def _torch_devices() -> dict[str, str]:
 
 
 def _would_run(library: str, device: str) -> dict[str, Any]:
-    shapes = {"q": (1, 128, 2, 128), "k": (1, 128, 2, 128), "v": (1, 128, 4, 128), "g": (1, 128, 4), "beta": (1, 128, 4)}
-    meta = {
-        name: Meta(shape, "bfloat16" if name in "qkv" else "float32", device) for name, shape in shapes.items()
+    shapes = {
+        "q": (1, 128, 2, 128),
+        "k": (1, 128, 2, 128),
+        "v": (1, 128, 4, 128),
+        "g": (1, 128, 4),
+        "beta": (1, 128, 4),
     }
+    meta = {name: Meta(shape, "bfloat16" if name in "qkv" else "float32", device) for name, shape in shapes.items()}
     choice = dispatch.explain(make_signature(library, device, meta, Options()))
     return {"library": library, "device": device, "backend": choice.backend, "passed_over": dict(choice.passed_over)}

@@ -12,7 +12,11 @@ from . import capture, info, verify
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="portable-gdn", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    name="portable-gdn",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help="One gated delta rule on GPU and TPU, and the proof that they agree.",
 )
 app.command()(info.info)

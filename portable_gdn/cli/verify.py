@@ -19,12 +19,16 @@ __all__ = ["verify"]
 
 
 def verify(
-    backend: Annotated[list[str] | None, typer.Option("--backend", "-b", help="Only this backend; may be repeated.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", help="Only this backend; may be repeated.")
+    ] = None,
     full: Annotated[bool, typer.Option(help="Every case on every backend, and the pairwise plan.")] = False,
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")
+    ] = None,
 ) -> None:
     """Compare every backend that runs here with the float64 oracle: outputs, states and gradients."""
     if output is not None and not output.parent.is_dir():
@@ -74,14 +78,18 @@ def _row(table: Table, row: Row, narrow: bool) -> None:
     share = _share(row)
     used = f"{100 * share:.0f} %" if share < 1e4 else "-"
     where = [] if narrow else [f"{row.case}: {row.note}" if row.note else row.case]
-    table.add_row(row.backend, row.tensor, _figure(row.error), _figure(row.expected), _figure(row.budget), used, verdict, *where)
+    table.add_row(
+        row.backend, row.tensor, _figure(row.error), _figure(row.expected), _figure(row.budget), used, verdict, *where
+    )
 
 
 def _table(title: str, rows: list[Row], case: str) -> None:
     narrow = console.width < 100
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("backend", "tensor", "error", "expected", "budget", "used", ""):
-        table.add_column(name, justify="right" if name in ("error", "expected", "budget", "used") else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if name in ("error", "expected", "budget", "used") else "left", no_wrap=True
+        )
     if not narrow:
         table.add_column(case, no_wrap=True, overflow="ellipsis")
     for row in rows:
@@ -94,15 +102,19 @@ def _print(report: Report, all_rows: bool) -> None:
     for row in report.rows:
         groups.setdefault((row.backend, row.tensor), []).append(row)
     worst = [max(rows, key=lambda r: (not r.ok, r.judged, _share(r))) for _, rows in sorted(groups.items())]
-    _table("Relative error against the float64 oracle: the case of each tensor that uses most of its budget", worst, "case")
+    _table(
+        "Relative error against the float64 oracle: the case of each tensor that uses most of its budget", worst, "case"
+    )
     if all_rows:
         _table("Every result", report.rows, "case")
     else:
         for row in report.rows:
             if not row.ok or not row.judged:
                 what = "FAILS" if not row.ok else "not judged, ill-conditioned"
-                console.print(f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
-                              f"budget {_figure(row.budget)} (head {row.head}) {row.note}")
+                console.print(
+                    f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
+                    f"budget {_figure(row.budget)} (head {row.head}) {row.note}"
+                )
     if report.not_run:
         console.print("Not run:")
         reasons: dict[tuple[str, str], list[str]] = {}

@@ -31,8 +31,9 @@ PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63,
 class Case:
     """A recipe for one call; ``build`` makes its arrays.
 
-    variant: a name of ``spec.variants``. layout: "rows", "packed", "packed with empties", "segments", "left padding",
-    "right padding", "holes" or "step". gate: None, "softplus" or "bounded". conv: width of a short convolution, or None.
+    variant: a name of ``spec.variants``. layout: "rows", "packed", "packed with empties", "segments",
+    "left padding", "right padding", "holes" or "step". gate: None, "softplus" or "bounded". conv: width of a short
+    convolution, or None.
     essential: whether backends for which each new shape costs seconds run it in the quick proof.
     """
 
@@ -162,8 +163,15 @@ def build(c: Case) -> Inputs:
         x = {name: a[:, 0] if name in ("q", "k", "v", "g", "beta", "erase", "write") else a for name, a in x.items()}
     kind = None if c.gate is None else GateKind(None if c.gate == "softplus" else -5.0)
     options = Options(
-        output_final_state=True, qk_l2norm=c.l2norm, gate=kind, state_layout=c.state_layout, step=step,
-        conv_activation="silu" if c.conv else None, num_heads=c.H if c.conv else None, key_dim=c.K if c.conv else None)
+        output_final_state=True,
+        qk_l2norm=c.l2norm,
+        gate=kind,
+        state_layout=c.state_layout,
+        step=step,
+        conv_activation="silu" if c.conv else None,
+        num_heads=c.H if c.conv else None,
+        key_dim=c.K if c.conv else None,
+    )
     inner = (c.K, c.V) if c.state_layout == "kv" else (c.V, c.K)
     return Inputs(x, options, _cotangents(c, (B, *(() if step else (T,)), c.HV, c.V), (N, c.HV, *inner)), {}, "")
 
@@ -189,10 +197,18 @@ def _from_recording(c: Case) -> Inputs:
     names = ("q", "k", "v", "g", "beta", "initial_state")
     x = {name: recording.arrays[c.prefix + name] for name in names if c.prefix + name in recording.arrays}
     o, state = recording.arrays[c.prefix + "o"], recording.arrays[c.prefix + "state"]
-    options = Options(scale=float(recording.metadata["scale"]), output_final_state=True,
-                      qk_l2norm=recording.metadata["qk_l2norm"] == "true")
-    return Inputs(x, options, _cotangents(c, o.shape, state.shape), {"o": o, "state": state},
-                  f"recorded with transformers {recording.metadata['transformers']}")
+    options = Options(
+        scale=float(recording.metadata["scale"]),
+        output_final_state=True,
+        qk_l2norm=recording.metadata["qk_l2norm"] == "true",
+    )
+    return Inputs(
+        x,
+        options,
+        _cotangents(c, o.shape, state.shape),
+        {"o": o, "state": state},
+        f"recorded with transformers {recording.metadata['transformers']}",
+    )
 
 
 def recorded() -> list[Case]:
@@ -225,9 +241,14 @@ def designed() -> list[Case]:
         C("128 x 128", T=130, H=1, HV=1, K=128, V=128),
         C("256 x 192", T=65, H=1, HV=2, K=256, V=192, dtype="bfloat16"),
         C("two rows, tile-grouped", variant="tile-grouped", T=200, B=2, H=4, HV=4, K=192, V=16),
-        *(C(f"gates {kind}", gates=kind, T=130, essential=kind in ("one -1e6", "one -inf", "-20 each")) for kind in GATES[1:]),
-        *(C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130, essential=kind == "many resets")
-          for kind in ("-3 each", "-20 each", "one -1e6", "many resets")),
+        *(
+            C(f"gates {kind}", gates=kind, T=130, essential=kind in ("one -1e6", "one -inf", "-20 each"))
+            for kind in GATES[1:]
+        ),
+        *(
+            C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130, essential=kind == "many resets")
+            for kind in ("-3 each", "-20 each", "one -1e6", "many resets")
+        ),
         C("resets, tile-grouped", variant="tile-grouped", gates="many resets", dtype="bfloat16"),
         C("keys correlated 0.9, beta 1", keys="correlated 0.9", beta="1"),
         C("one key, beta 1", keys="repeated", beta="1", gates="zero"),
@@ -257,7 +278,18 @@ def designed() -> list[Case]:
 
 
 _FACTORS: dict[str, Sequence[Any]] = {
-    "dims": [(16, 24), (24, 16), (48, 96), (64, 48), (96, 64), (100, 128), (128, 100), (192, 16), (256, 192), (16, 256)],
+    "dims": [
+        (16, 24),
+        (24, 16),
+        (48, 96),
+        (64, 48),
+        (96, 64),
+        (100, 128),
+        (128, 100),
+        (192, 16),
+        (256, 192),
+        (16, 256),
+    ],
     "variant": ["DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA", "GLA (scalar)"],
     "gates": GATES,
     "T": [0, 1, 5, 63, 64, 65, 130, 200],
@@ -275,7 +307,8 @@ def _plan() -> Iterator[dict[str, Any]]:
     open_pairs = {
         (a, i, b, j)
         for a, b in itertools.combinations(range(len(names)), 2)
-        for i in range(len(_FACTORS[names[a]])) for j in range(len(_FACTORS[names[b]]))
+        for i in range(len(_FACTORS[names[a]]))
+        for j in range(len(_FACTORS[names[b]]))
     }
     while open_pairs:
         row: dict[int, int] = {}
@@ -285,11 +318,11 @@ def _plan() -> Iterator[dict[str, Any]]:
             if c in row:
                 continue
 
-            def gain(level: int, c: int = c, row: dict[int, int] = row) -> int:
-                met = [(x, row[x], c, level) if x < c else (c, level, x, row[x]) for x in row]
-                return sum(pair in open_pairs for pair in met)
-
-            row[c] = max(range(len(_FACTORS[names[c]])), key=gain)
+            gains = [
+                sum(((x, row[x], c, level) if x < c else (c, level, x, row[x])) in open_pairs for x in row)
+                for level in range(len(_FACTORS[names[c]]))
+            ]
+            row[c] = gains.index(max(gains))
         open_pairs -= {(x, row[x], y, row[y]) for x, y in itertools.combinations(sorted(row), 2)}
         yield {names[c]: _FACTORS[names[c]][level] for c, level in row.items()}
 
@@ -300,8 +333,26 @@ def pairwise() -> list[Case]:
     for i, row in enumerate(_plan()):
         (K, V), (H, HV), (keys, beta) = row["dims"], row["heads"], row["keys"]
         layout = row["layout"] if row["T"] else "rows"
-        name = f"plan {i}: {row['variant']} {row['dtype']} {layout} T={row['T']} {H}/{HV} {K}x{V}, {row['gates']}, {keys}, beta {beta}"
-        cases.append(Case(
-            name, row["variant"], row["T"], row["dtype"], 1, H, HV, K, V, row["gates"], keys, beta, layout, row["state"],
-            essential=i % 3 == 0, seed=100 + i))
+        shape = f"T={row['T']} {H}/{HV} {K}x{V}"
+        name = f"plan {i}: {row['variant']} {row['dtype']} {layout} {shape}, {row['gates']}, {keys}, beta {beta}"
+        cases.append(
+            Case(
+                name,
+                row["variant"],
+                row["T"],
+                row["dtype"],
+                1,
+                H,
+                HV,
+                K,
+                V,
+                row["gates"],
+                keys,
+                beta,
+                layout,
+                row["state"],
+                essential=i % 3 == 0,
+                seed=100 + i,
+            )
+        )
     return cases

@@ -4,9 +4,10 @@ Against the float64 oracle, computed from the inputs as the backend got them. Pe
 
     budget = 3 (u + E) + 8 eps |summands|
 
-u: rounding of the exact result to the result's dtype. E: the error of the stages when exactly those operands of products
-are rounded that the backend declares, or of the stages in float32 where it declares none: the median over 8 seeds, of
-stochastic rounding or of the order in which float32 sums run over the channels, which nobody declares. The last term, eps = 2^-23, is for results that cancel to nothing: the norm of the summands before they do.
+u: rounding of the exact result to the result's dtype. E: the error of the stages when exactly those operands of
+products are rounded that the backend declares, or of the stages in float32 where it declares none: the median over 8
+seeds, of stochastic rounding or of the order in which float32 sums run over the channels, which nobody declares.
+The last term, eps = 2^-23, is for results that cancel to nothing: the norm of the summands before they do.
 """
 
 from __future__ import annotations
@@ -96,21 +97,27 @@ def expect(problem: Problem, cotangents: Mapping[str, Any], rounding: Rounding, 
     s = problem.signature
     truth = tensors(exact, s)
     u = {
-        name: by_head(name, x - x.astype(_result_dtype(name, problem)).astype(np.float64), s) for name, x in truth.items()
+        name: by_head(name, x - x.astype(_result_dtype(name, problem)).astype(np.float64), s)
+        for name, x in truth.items()
     }
     runs = []
     for seed in range(SEEDS):
         rng = np.random.Generator(np.random.Philox(seed))
         if rounding.exact:
-            rule, dtype = in_another_order(chunk_by_chunk(rounding.chunk_size), rng), np.float32
+            rule = in_another_order(chunk_by_chunk(rounding.chunk_size), rng)
+            run = evaluate(problem, cotangents, rule, np.float32)
         else:
-            rule, dtype = chunk_by_chunk(rounding.chunk_size, rounded_product(rounding, rng)), np.float64
-        runs.append(tensors(evaluate(problem, cotangents, rule, dtype), s))
+            run = evaluate(problem, cotangents, chunk_by_chunk(rounding.chunk_size, rounded_product(rounding, rng)))
+        runs.append(tensors(run, s))
     E = {
         name: np.median([by_head(name, run[name].astype(np.float64) - x, s) for run in runs], axis=0)
         for name, x in truth.items()
     }
-    sizes = {"o": exact.sizes["o"], "state": exact.sizes["state"], **{f"grad_{n}": exact.sizes[n] for n in exact.gradients}}
+    sizes = {
+        "o": exact.sizes["o"],
+        "state": exact.sizes["state"],
+        **{f"grad_{n}": exact.sizes[n] for n in exact.gradients},
+    }
     floor = {name: 8 * EPS * by_head(name, sizes.get(name, x), s) for name, x in truth.items()}
     return Expectation(truth, u, E, floor)
 
@@ -132,5 +139,12 @@ def judge(name: str, value: np.ndarray, e: Expectation, s: Signature) -> Verdict
         used = np.where(error == 0, 0.0, np.where(within | (error > budget), error / budget, np.inf))
     head = int(np.argmax(used))
     unit = norm[head] if norm[head] > 0 else 1.0
-    return Verdict(name, float(error[head] / unit), float(expected[head] / unit), float(budget[head] / unit),
-                   bool(np.all(within)) or not judged, judged, head)
+    return Verdict(
+        name,
+        float(error[head] / unit),
+        float(expected[head] / unit),
+        float(budget[head] / unit),
+        bool(np.all(within)) or not judged,
+        judged,
+        head,
+    )

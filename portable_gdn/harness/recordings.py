@@ -131,8 +131,7 @@ def _check_call(path: Path, arrays: Mapping[str, np.ndarray], variant: str, pref
         raise GdnError(f"{path}: an axis of tensor {prefix}q or {prefix}v is empty.")
     if sizes["HV"] % sizes["H"]:
         raise GdnError(
-            f"{path}: {prefix}v has {sizes['HV']} heads; it must be a multiple of the {sizes['H']} heads "
-            f"of {prefix}q."
+            f"{path}: {prefix}v has {sizes['HV']} heads; it must be a multiple of the {sizes['H']} heads of {prefix}q."
         )
     if (arrays[prefix + "g"] > 0).any():
         raise GdnError(f"{path}: tensor {prefix}g has positive values; a log decay must be <= 0.")

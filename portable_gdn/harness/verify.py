@@ -67,8 +67,10 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "ok": self.ok, "results": [row.as_dict() for row in self.rows],
-            "not_run": [item._asdict() for item in self.not_run], "seconds": self.seconds,
+            "ok": self.ok,
+            "results": [row.as_dict() for row in self.rows],
+            "not_run": [item._asdict() for item in self.not_run],
+            "seconds": self.seconds,
         }
 
 
@@ -81,7 +83,9 @@ Progress = Callable[[str, int, int], None]
 
 
 def verify(
-    names: Sequence[str] | None = None, full: bool = False, cases: Sequence[Case] | None = None,
+    names: Sequence[str] | None = None,
+    full: bool = False,
+    cases: Sequence[Case] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Run the proof.

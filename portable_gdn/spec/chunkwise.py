@@ -35,8 +35,17 @@ class ChunkGradients(NamedTuple):
 
 
 def forward_chunk(
-    xp: Namespace, mm: Product, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None,
-    S: Array, scale: float, starts: Array | None = None,
+    xp: Namespace,
+    mm: Product,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    scale: float,
+    starts: Array | None = None,
 ) -> tuple[Array, Array, Saved]:
     """One chunk: o [C, V], the state after it [K, V], and what the backward pass needs."""
     G, count = st.decay(xp, g, starts)
@@ -48,8 +57,18 @@ def forward_chunk(
 
 
 def stage_chunk(
-    xp: Namespace, mm: Product, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None,
-    S: Array, scale: float, starts: Array | None = None, stages: Any = st,
+    xp: Namespace,
+    mm: Product,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    scale: float,
+    starts: Array | None = None,
+    stages: Any = st,
 ) -> dict[str, tuple[Array | None, ...]]:
     """One chunk by all seven stages, each result under its name; ``state`` holds (S before, S after)."""
     G, count = stages.decay(xp, g, starts)
@@ -60,14 +79,31 @@ def stage_chunk(
     o = stages.output(xp, mm, q, Aqk, Vn, G, count, S, scale)
     after = stages.state(xp, mm, k, Vn, G, count, S)
     return {
-        "decay": (G, count), "scores": (Akk, Aqk), "inverse": (T,), "wy": (U, W), "state": (S, after),
-        "delta": (Vn,), "output": (o,),
+        "decay": (G, count),
+        "scores": (Akk, Aqk),
+        "inverse": (T,),
+        "wy": (U, W),
+        "state": (S, after),
+        "delta": (Vn,),
+        "output": (o,),
     }
 
 
 def backward_chunk(
-    xp: Namespace, mm: Product, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None,
-    S: Array, scale: float, saved: Saved, dO: Array, dS: Array, starts: Array | None = None,
+    xp: Namespace,
+    mm: Product,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    scale: float,
+    saved: Saved,
+    dO: Array,
+    dS: Array,
+    starts: Array | None = None,
 ) -> ChunkGradients:
     """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V]."""
     T, Aqk, Vn = saved
@@ -94,14 +130,18 @@ def backward_chunk(
         de_state = -begin * mm(X, tr(S), "X", "S")
         read = read + e * de_state
 
-    # dg_t gathers all that decays across t: pairs i >= t > j, the state at the start read at i >= t, the state at the end
-    # written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing cancels:
-    # under strong decays the true dg is far smaller than q dq or k dk.
+    # dg_t gathers all that decays across t: pairs i >= t > j, the state at the start read at i >= t, the state at the
+    # end written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing
+    # cancels: under strong decays the true dg is far smaller than q dq or k dk.
     dq, de, dk, dg = _pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
     groups = g.shape[-1]
     through = st.over_groups(xp, tr(kept * xp.sum(S * dS, axis=-1, keepdims=True)), groups)
-    dg = dg + through + _from_here_on(xp, st.over_groups(xp, read, groups)) + _before(
-        xp, st.over_groups(xp, k * dk_state, groups))
+    dg = (
+        dg
+        + through
+        + _from_here_on(xp, st.over_groups(xp, read, groups))
+        + _before(xp, st.over_groups(xp, k * dk_state, groups))
+    )
     off = g < st.RESET if starts is None else (g < st.RESET) | starts
     dg = xp.where(off, xp.zeros_like(dg), dg)
 
@@ -132,8 +172,16 @@ def _before(xp: Namespace, x: Array) -> Array:
 
 
 def _pair_gradients(
-    xp: Namespace, mm: Product, q: Array, k: Array, e: Array | None, G: Array, count: Array, scale: float,
-    dAqk: Array, dAkk: Array | None,
+    xp: Namespace,
+    mm: Product,
+    q: Array,
+    k: Array,
+    e: Array | None,
+    G: Array,
+    count: Array,
+    scale: float,
+    dAqk: Array,
+    dAkk: Array | None,
 ) -> tuple[Array, Array | None, Array, Array]:
     """What the scores' cotangents give to q, e and k [C, K], and to the decays between their rows [C, n]."""
     if st.by_channel(k, G):
@@ -144,7 +192,7 @@ def _pair_gradients(
     strict = st.lower_triangle(xp, k, strict=True)
     if groups == 1:
         D = D[..., 0, :, :]
-        split = join = lambda x: x  # noqa: E731
+        split = join = lambda x: x
     else:
         dAqk, dAkk = dAqk[..., None, :, :], None if dAkk is None else dAkk[..., None, :, :]
         split = lambda x: st.split_groups(xp, x, groups)  # noqa: E731
@@ -169,8 +217,16 @@ def _pair_gradients(
 
 
 def _channel_pair_gradients(
-    xp: Namespace, mm: Product, q: Array, k: Array, e: Array | None, G: Array, count: Array, scale: float,
-    dAqk: Array, dAkk: Array | None,
+    xp: Namespace,
+    mm: Product,
+    q: Array,
+    k: Array,
+    e: Array | None,
+    G: Array,
+    count: Array,
+    scale: float,
+    dAqk: Array,
+    dAkk: Array | None,
 ) -> tuple[Array, Array | None, Array, Array]:
     """The same for decays by channel, over the hierarchy of ``stages.channel_scores``."""
     same = scale * xp.linalg.diagonal(dAqk)[..., None]
@@ -197,7 +253,7 @@ def _channel_pair_gradients(
             read = right * to_rows if read is None else read + right * to_rows
         to_keys = to_keys * to_last
         dk = dk + _spread(xp, to_keys, None)
-        # Every decay in the left block lies between its earlier keys and all rows of the right; and the other way round.
+        # A decay in the left block lies between its earlier keys and all rows of the right; and the other way round.
         dg = dg + _spread(xp, _before(xp, left * to_keys), _from_here_on(xp, read))
         size *= 2
     return dq, de, dk, dg

@@ -47,7 +47,13 @@ def taps(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int
 
 
 def convolve(
-    xp: Namespace, x: Array, weight: Array, bias: Array | None, activation: str | None, place: Layout, state: Array | None
+    xp: Namespace,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    place: Layout,
+    state: Array | None,
 ) -> Array:
     """y [B, T, channels] of x [B, T, channels], weight [channels, W]; tokens in the caller's order."""
     seen = taps(xp, compact(xp, x, place.order), place, state, weight.shape[1])

@@ -1,7 +1,7 @@
 """A whole call in numpy: sequences taken apart, convolution, norm, gates and rule, and all of it backwards.
 
-Everything around the rule is here once, in the dtype asked for; the rule itself is an argument (``CoreRule``): the oracle
-token by token, or the stages chunk by chunk (``chunk_by_chunk``), exactly or with operands rounded as a backend declares.
+Everything around the rule is here once, in the dtype asked for; the rule itself is an argument (``CoreRule``): the
+oracle token by token, or the stages chunk by chunk (``chunk_by_chunk``), exactly or with operands rounded as declared.
 Sequences are handled one at a time, so that nothing can pass from one to another.
 """
 
@@ -23,7 +23,19 @@ __all__ = ["DIFFERENTIABLE", "Evaluation", "chunk_by_chunk", "evaluate", "in_ano
 
 #: Operands that have a gradient.
 DIFFERENTIABLE = (
-    "q", "k", "v", "qkv", "g", "beta", "erase", "write", "initial_state", "A_log", "dt_bias", "conv_weight", "conv_bias",
+    "q",
+    "k",
+    "v",
+    "qkv",
+    "g",
+    "beta",
+    "erase",
+    "write",
+    "initial_state",
+    "A_log",
+    "dt_bias",
+    "conv_weight",
+    "conv_bias",
     "conv_state",
 )
 
@@ -77,7 +89,10 @@ def _pieces(s: Signature, x: Mapping[str, Any]) -> list[_Piece]:
 
 
 def evaluate(
-    problem: Problem, cotangents: Mapping[str, Any] | None = None, rule: CoreRule = token_by_token, dtype: Any = np.float64
+    problem: Problem,
+    cotangents: Mapping[str, Any] | None = None,
+    rule: CoreRule = token_by_token,
+    dtype: Any = np.float64,
 ) -> Evaluation:
     """Compute a call, and its gradients if cotangents of "o" and "state" are given.
 
@@ -183,21 +198,34 @@ class _Prologue:
 
     def _gate(self) -> tuple[np.ndarray | None, np.ndarray | None, float | None]:
         A, bias = self.x.get("A_log"), self.x.get("dt_bias")
-        return (None if A is None else A[:, None], None if bias is None else bias.reshape(self.s.HV, self.s.groups),
-                self.s.gate.lower_bound)
+        return (
+            None if A is None else A[:, None],
+            None if bias is None else bias.reshape(self.s.HV, self.s.groups),
+            self.s.gate.lower_bound,
+        )
 
     def _write_gate(self, name: str, at: Any, lead: tuple[int, int]) -> np.ndarray | None:
         name = "beta" if self.s.has("beta") else name
-        return self.x[name][at].reshape(*lead, -1) if self.s.has(name) and lead[0] else (
-            np.zeros((*lead, 1), self.q.dtype) if self.s.has(name) else None)
+        return (
+            self.x[name][at].reshape(*lead, -1)
+            if self.s.has(name) and lead[0]
+            else (np.zeros((*lead, 1), self.q.dtype) if self.s.has(name) else None)
+        )
 
     def core(self, start: np.ndarray) -> Core:
         """The rule's operands, heads first."""
         s = self.s
         key = lambda a: np.moveaxis(a, 0, 1)[:, None]  # noqa: E731
         gate = lambda a: None if a is None else _heads_first(s, a)  # noqa: E731
-        return Core(key(self.q), key(self.k), _heads_first(s, self.v), _heads_first(s, self.g), gate(self.b),
-                    gate(self.w), start.reshape(s.H, -1, s.K, s.V))
+        return Core(
+            key(self.q),
+            key(self.k),
+            _heads_first(s, self.v),
+            _heads_first(s, self.g),
+            gate(self.b),
+            gate(self.w),
+            start.reshape(s.H, -1, s.K, s.V),
+        )
 
     def _convolve(self, s: Signature, x: dict[str, np.ndarray], at: Any) -> list[np.ndarray]:
         kind = s.conv
@@ -214,8 +242,11 @@ class _Prologue:
         self.conv_state = self.seen[T:]
         y = y * sigmoid(xp, y) if kind.activation == "silu" else y
         keys = s.H * s.K
-        return [y[:, :keys].reshape(T, s.H, s.K), y[:, keys : 2 * keys].reshape(T, s.H, s.K),
-                y[:, 2 * keys :].reshape(T, s.HV, s.V)]
+        return [
+            y[:, :keys].reshape(T, s.H, s.K),
+            y[:, keys : 2 * keys].reshape(T, s.H, s.K),
+            y[:, 2 * keys :].reshape(T, s.HV, s.V),
+        ]
 
     def gradients(
         self, d: CoreGradients, grads: dict[str, np.ndarray], size: CoreGradients | None, sizes: dict[str, np.ndarray]
@@ -307,7 +338,8 @@ def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool 
                     out, after, saved = chunkwise.forward_chunk(xp, product, *part[:6], S, scale)
                 else:
                     named = chunkwise.stage_chunk(
-                        xp, product, *part[:6], S, scale, **({} if stages is None else {"stages": stages}))
+                        xp, product, *part[:6], S, scale, **({} if stages is None else {"stages": stages})
+                    )
                     (out,), (_, after) = named["output"], named["state"]
                     saved = chunkwise.Saved(named["inverse"][0], named["scores"][1], named["delta"][0])
                 kept.append((part, S, saved))
@@ -347,7 +379,13 @@ def in_another_order(rule: CoreRule, rng: np.random.Generator) -> CoreRule:
 
 
 def _backward(
-    x: Core, scale: float, product: Product, cuts: list[tuple[int, int]], kept: list[Any], dO: np.ndarray, dS: np.ndarray
+    x: Core,
+    scale: float,
+    product: Product,
+    cuts: list[tuple[int, int]],
+    kept: list[Any],
+    dO: np.ndarray,
+    dS: np.ndarray,
 ) -> CoreGradients:
     parts: list[CoreGradients] = []
     for (a, b), (part, S, saved) in zip(cuts[::-1], kept[::-1], strict=True):

@@ -59,7 +59,9 @@ def sigmoid(xp: Namespace, x: Array) -> Array:
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
 
-def activate_gate(xp: Namespace, x: Array, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None) -> Array:
+def activate_gate(
+    xp: Namespace, x: Array, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None
+) -> Array:
     """The log decay of a raw projection x [..., n]; A_log and dt_bias broadcast against it.
 
     ``lower_bound`` None: the softplus gate, whose resets come out as -inf; else the bounded gate.

@@ -76,8 +76,10 @@ def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.n
     if H > 1 and T * x.S.size > _LARGEST:
         parts = [
             token_by_token(
-                Core(*(None if a is None else a[h : h + 1] for a in x)), scale,
-                None if dO is None else dO[h : h + 1], None if dS is None else dS[h : h + 1],
+                Core(*(None if a is None else a[h : h + 1] for a in x)),
+                scale,
+                None if dO is None else dO[h : h + 1],
+                None if dS is None else dS[h : h + 1],
             )
             for h in range(H)
         ]
@@ -108,8 +110,15 @@ def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.n
         return CoreResult(o, states[T], None, o_size, S_size)
 
     full = np.broadcast_shapes(x.k.shape, (*x.v.shape[:-1], channels))
-    d = CoreGradients(np.zeros(full, o.dtype), np.zeros(full, o.dtype), np.zeros_like(x.v), np.zeros_like(x.g),
-                      None if x.b is None else np.zeros(full, o.dtype), None if x.w is None else np.zeros_like(x.v), dS)
+    d = CoreGradients(
+        np.zeros(full, o.dtype),
+        np.zeros(full, o.dtype),
+        np.zeros_like(x.v),
+        np.zeros_like(x.g),
+        None if x.b is None else np.zeros(full, o.dtype),
+        None if x.w is None else np.zeros_like(x.v),
+        dS,
+    )
     size = CoreGradients(*(None if a is None else np.zeros_like(a) for a in d))
     dS, dS_size = dS.copy(), np.abs(dS)
     for t in range(T - 1, -1, -1):
@@ -183,6 +192,10 @@ def _join(parts: list[CoreResult]) -> CoreResult:
         return None if values[0] is None else CoreGradients(*(cat(list(v)) for v in zip(*values, strict=True)))
 
     return CoreResult(
-        cat([p.o for p in parts]), cat([p.S for p in parts]), fields([p.gradients for p in parts]),
-        cat([p.o_size for p in parts]), cat([p.S_size for p in parts]), fields([p.gradient_sizes for p in parts]),
+        cat([p.o for p in parts]),
+        cat([p.S for p in parts]),
+        fields([p.gradients for p in parts]),
+        cat([p.o_size for p in parts]),
+        cat([p.S_size for p in parts]),
+        fields([p.gradient_sizes for p in parts]),
     )

@@ -22,9 +22,7 @@ OPERANDS = ("q", "k", "S", "A", "T", "R", "W", "Aqk", "Vn", "dO", "dS", "dVn", "
 
 #: Bits of significand that an operand keeps (the hidden one included). "bfloat16x3" stands for three passes of
 #: products of bfloat16 halves, which keep 16 bits of each operand.
-BITS: Mapping[str, int] = MappingProxyType(
-    {"float32": 24, "bfloat16x3": 16, "tf32": 11, "float16": 11, "bfloat16": 8}
-)
+BITS: Mapping[str, int] = MappingProxyType({"float32": 24, "bfloat16x3": 16, "tf32": 11, "float16": 11, "bfloat16": 8})
 
 
 @dataclass(frozen=True)

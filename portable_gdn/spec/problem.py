@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +19,15 @@ from .precision import PRECISIONS, Rounding
 from .variants import Granularity, Variant
 
 __all__ = [
-    "Backend", "ConvKind", "GateKind", "Meta", "Options", "Problem", "Result", "Signature", "make_signature",
+    "Backend",
+    "ConvKind",
+    "GateKind",
+    "Meta",
+    "Options",
+    "Problem",
+    "Result",
+    "Signature",
+    "make_signature",
 ]
 
 Array = Any
@@ -107,7 +116,7 @@ class Signature:
         object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Signature) and self._key == other._key)  # type: ignore[attr-defined]
@@ -244,15 +253,34 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         _expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
         _dtype(meta, ("conv_state",), FLOATS)
     if K < 1 or V < 1 or H < 1 or HV < 1:
-        raise GdnError(f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1.")
+        raise GdnError(
+            f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1."
+        )
     precision = options.precision or ("highest" if dtype == "float32" else "default")
     return Signature(
-        library=library, device=device, operands=tuple(meta), B=B, T=T, N=N, H=H, HV=HV, K=K, V=V, groups=groups,
-        dtype=dtype, variant=Variant(decay, erase, write),
+        library=library,
+        device=device,
+        operands=tuple(meta),
+        B=B,
+        T=T,
+        N=N,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        groups=groups,
+        dtype=dtype,
+        variant=Variant(decay, erase, write),
         scale=K**-0.5 if options.scale is None else float(options.scale),
-        output_final_state=bool(options.output_final_state), qk_l2norm=bool(options.qk_l2norm), gate=options.gate,
-        chunk_size=options.chunk_size, precision=precision, state_layout=options.state_layout,
-        deterministic=bool(options.deterministic), step=options.step, conv=conv,
+        output_final_state=bool(options.output_final_state),
+        qk_l2norm=bool(options.qk_l2norm),
+        gate=options.gate,
+        chunk_size=options.chunk_size,
+        precision=precision,
+        state_layout=options.state_layout,
+        deterministic=bool(options.deterministic),
+        step=options.step,
+        conv=conv,
     )
 
 
@@ -280,7 +308,11 @@ def _rule_dims(meta: Mapping[str, Meta], step: bool) -> tuple[tuple[int, int, in
     _expect(meta, "k", tuple(q), form + " like q")
     v = _rank(meta, "v", form.replace("H, K", "HV, V"))
     if v[:-2] != q[:-2]:
-        raise bad("v", f"of shape {_shape(v)}", f"agree with q in all but heads and channels, {_shape((*q[:-2],))[:-1]}, HV, V]")
+        raise bad(
+            "v",
+            f"of shape {_shape(v)}",
+            f"agree with q in all but heads and channels, {_shape((*q[:-2],))[:-1]}, HV, V]",
+        )
     H, HV = q[-2], v[-2]
     if H and HV % H:
         raise bad("v", f"of {HV} heads", f"have a multiple of the {H} heads of q and k")
@@ -317,11 +349,15 @@ def _mixer_dims(
         B, T, channels = _rank(meta, "qkv", "[B, T, channels]")
         K = options.key_dim
         if not isinstance(K, int) or K < 1:
-            raise bad("key_dim", repr(K), "be the channels of a key head, a positive integer, when q | k | v is one array")
+            raise bad(
+                "key_dim", repr(K), "be the channels of a key head, a positive integer, when q | k | v is one array"
+            )
         rest = channels - 2 * H * K
         if rest < HV or rest % HV:
-            raise bad("qkv", f"of {channels} channels", f"have 2 num_heads key_dim + HV V of them, 2 * {H} * {K} + {HV} V")
-        V, names = rest // HV, ("qkv",)
+            raise bad(
+                "qkv", f"of {channels} channels", f"have 2 num_heads key_dim + HV V of them, 2 * {H} * {K} + {HV} V"
+            )
+        V = rest // HV
     else:
         for name in ("q", "k", "v"):
             if name not in meta:
@@ -333,17 +369,21 @@ def _mixer_dims(
             raise bad("v", f"of shape {_shape(v)}", f"agree with q in B and T, [{B}, {T}, HV * V]")
         if width % H or v[2] % HV or not width or not v[2]:
             raise GdnError(
-                f"q has {width} and v {v[2]} channels; they must be positive multiples of num_heads = {H} and HV = {HV}."
+                f"q has {width} and v {v[2]} channels; "
+                f"they must be positive multiples of num_heads = {H} and HV = {HV}."
             )
-        K, V, names = width // H, v[2] // HV, ("q", "k", "v")
+        K, V = width // H, v[2] // HV
         if options.key_dim not in (None, K):
             raise bad("key_dim", repr(options.key_dim), f"be None or {K}, the channels of q divided by num_heads")
         channels = 2 * width + v[2]
-    dtype = _common_dtype(meta, names)
+    dtype = _common_dtype(meta, ("qkv",) if fused else ("q", "k", "v"))
     weight = meta["conv_weight"].shape
     if len(weight) not in (2, 3) or (len(weight) == 3 and weight[1] != 1) or weight[0] != channels or weight[-1] < 1:
-        raise bad("conv.weight", f"of shape {_shape(weight)}",
-                  f"have shape [channels, W] = [{channels}, W] with W >= 1, or [channels, 1, W]")
+        raise bad(
+            "conv.weight",
+            f"of shape {_shape(weight)}",
+            f"have shape [channels, W] = [{channels}, W] with W >= 1, or [channels, 1, W]",
+        )
     if "conv_bias" in meta:
         _expect(meta, "conv_bias", (channels,), "[channels]")
     _dtype(meta, ("conv_weight", "conv_bias"), FLOATS)
@@ -387,8 +427,11 @@ def _write_gates(
         _dtype(meta, (name,), FLOATS)
         shape = tuple(meta[name].shape)
         if shape not in (lead, (*lead, channels)):
-            raise bad(name, f"of shape {_shape(shape)}",
-                      f"have shape {form}, {letter}] = {_shape((*lead, channels))} or {form}] = {_shape(lead)}")
+            raise bad(
+                name,
+                f"of shape {_shape(shape)}",
+                f"have shape {form}, {letter}] = {_shape((*lead, channels))} or {form}] = {_shape(lead)}",
+            )
         found.append(Granularity.HEAD if shape == lead else Granularity.CHANNEL)
     return found[0], found[1]
 
@@ -430,8 +473,11 @@ def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups
         shape = tuple(meta["dt_bias"].shape)
         allowed = {(HV * groups,), (HV, groups)}
         if shape not in allowed:
-            raise bad("gate.dt_bias", f"of shape {_shape(shape)}",
-                      f"have shape [HV * n] = [{HV * groups}] or [HV, n] = [{HV}, {groups}]")
+            raise bad(
+                "gate.dt_bias",
+                f"of shape {_shape(shape)}",
+                f"have shape [HV * n] = [{HV * groups}] or [HV, n] = [{HV}, {groups}]",
+            )
 
 
 def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, int, int, int]) -> None:
@@ -446,18 +492,21 @@ def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, 
     want = layouts.pop(options.state_layout)
     if tuple(given.shape) == want:
         return
-    (other, shape), = layouts.items()
+    ((other, shape),) = layouts.items()
     form = "[N, HV, K, V]" if options.state_layout == "kv" else "[N, HV, V, K]"
     hint = f" (it looks like state_layout={other!r})" if tuple(given.shape) == shape else ""
-    raise bad(name, f"of shape {_shape(given.shape)}{hint}",
-              f"have shape {form} = {_shape(want)} for state_layout={options.state_layout!r}")
+    raise bad(
+        name,
+        f"of shape {_shape(given.shape)}{hint}",
+        f"have shape {form} = {_shape(want)} for state_layout={options.state_layout!r}",
+    )
 
 
 def check_boundaries(cu_seqlens: Any, T: int) -> None:
     """Check boundaries that lie on the host (a list of integers): from 0, never decreasing, to T."""
     if cu_seqlens[0] != 0:
         raise bad("cu_seqlens", f"starting at {cu_seqlens[0]}", "start at 0")
-    for i, (a, b) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+    for i, (a, b) in enumerate(pairwise(cu_seqlens)):
         if b < a:
             raise bad("cu_seqlens", f"decreasing from {a} to {b} at entry {i + 1}", "never decrease")
     if cu_seqlens[-1] != T:

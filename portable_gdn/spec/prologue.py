@@ -48,14 +48,14 @@ def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
 
     def real(name: str) -> Array:
         """An operand with tokens, in float32, masked tokens 0 whatever they held."""
-        a = xp.astype(x[name], xp.float32)
+        a = xp.astype(x[name], xp.float32, copy=False)
         a = a[:, None] if s.step else a
         if mask is None:
             return a
         keep = xp.reshape(mask, (*mask.shape, *(1,) * (a.ndim - 2)))
         return xp.where(keep, a, xp.zeros_like(a))
 
-    parameter = lambda name: None if name not in x else xp.astype(x[name], xp.float32)  # noqa: E731
+    parameter = lambda name: None if name not in x else xp.astype(x[name], xp.float32, copy=False)  # noqa: E731
     conv_state = None
     if s.conv is None:
         q, k, v = real("q"), real("k"), real("v")
@@ -79,8 +79,13 @@ def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
         g = xp.reshape(real("g"), (s.B, s.T, s.HV, s.groups))
         if s.gate is not None:
             A, bias = parameter("A_log"), parameter("dt_bias")
-            g = activate_gate(xp, g, None if A is None else A[:, None],
-                              None if bias is None else xp.reshape(bias, (s.HV, s.groups)), s.gate.lower_bound)
+            g = activate_gate(
+                xp,
+                g,
+                None if A is None else A[:, None],
+                None if bias is None else xp.reshape(bias, (s.HV, s.groups)),
+                s.gate.lower_bound,
+            )
             if mask is not None:
                 g = xp.where(mask[..., None, None], g, xp.zeros_like(g))
     else:

@@ -18,8 +18,19 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 __all__ = [
-    "RESET", "STAGES", "Product", "decay", "delta", "inverse", "lower_blocks", "output", "pair_decay", "scores",
-    "state", "transpose", "wy",
+    "RESET",
+    "STAGES",
+    "Product",
+    "decay",
+    "delta",
+    "inverse",
+    "lower_blocks",
+    "output",
+    "pair_decay",
+    "scores",
+    "state",
+    "transpose",
+    "wy",
 ]
 
 Array = Any
@@ -270,8 +281,15 @@ def inverse(xp: Namespace, mm: Product, Akk: Array) -> Array:
 
 
 def wy(
-    xp: Namespace, mm: Product, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None,
-    G: Array, count: Array,
+    xp: Namespace,
+    mm: Product,
+    T: Array | None,
+    k: Array,
+    v: Array,
+    b: Array | None,
+    w: Array | None,
+    G: Array,
+    count: Array,
 ) -> tuple[Array, Array | None]:
     """U = T (w * v) [C, V] and W = T (b * k * exp G) [C, K]; without an erase gate U = w * v and W is None."""
     written = v if w is None else w * v
@@ -287,8 +305,16 @@ def delta(xp: Namespace, mm: Product, U: Array, W: Array | None, S: Array) -> Ar
 
 
 def delta_direct(
-    xp: Namespace, mm: Product, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None,
-    G: Array, count: Array, S: Array,
+    xp: Namespace,
+    mm: Product,
+    T: Array | None,
+    k: Array,
+    v: Array,
+    b: Array | None,
+    w: Array | None,
+    G: Array,
+    count: Array,
+    S: Array,
 ) -> Array:
     """The same Vn = T (w * v - (b * k * exp G) S) with a product fewer, for whoever has S at hand."""
     written = v if w is None else w * v

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Granularity", "VARIANTS", "Variant"]
+__all__ = ["VARIANTS", "Granularity", "Variant"]
 
 
 class Granularity(enum.Enum):
