@@ -163,7 +163,8 @@ def _jax(case: Case, x: dict[str, np.ndarray]) -> Contestant:
 
     ready: Callable[[Any], Any] = jax.block_until_ready
     return Contestant(
-        lambda: ready(program("forward")(*operands)), lambda: ready(program("both")(do, *operands)), program)
+        lambda: ready(program("forward")(*operands)), lambda: ready(program("both")(do, *operands)), program
+    )
 
 
 def distances(found: Any, wanted: Any) -> dict[str, float]:
@@ -289,7 +290,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
     c = report["case"]
     console.print(
         f"{c['variant'].upper()}, float32, B={c['B']} T={c['T']} H={c['H']} HV={c['HV']} K={c['K']} V={c['V']}, "
-        f"{c['threads']} threads, chunk {c['chunk'] or 'as each prefers'}", highlight=False)
+        f"{c['threads']} threads, chunk {c['chunk'] or 'as each prefers'}",
+        highlight=False,
+    )
     for name, errors in report["errors"].items():
         line = "  ".join(f"{key} {value:.1e}" for key, value in errors.items())
         console.print(f"{name} differs from {BASELINE} by  {line}", highlight=False, soft_wrap=True)
@@ -300,8 +303,14 @@ def show(console: Console, report: dict[str, Any]) -> None:
         table.add_column(column, justify="right")
     for row in report["time"]:
         span = f"{row['min_ms']:.0f} .. {row['max_ms']:.0f}"
-        table.add_row(TITLES[row["mode"]], row["name"], f"{row['ms']:.0f}", span, f"{row['times_as_fast']:.2f} x",
-                      end_section=row["name"] == report["time"][-1]["name"])
+        table.add_row(
+            TITLES[row["mode"]],
+            row["name"],
+            f"{row['ms']:.0f}",
+            span,
+            f"{row['times_as_fast']:.2f} x",
+            end_section=row["name"] == report["time"][-1]["name"],
+        )
     console.print(table)
     if report["memory"]:
         table = Table(title="Peak memory of one run, above its inputs")
@@ -311,8 +320,14 @@ def show(console: Console, report: dict[str, Any]) -> None:
             table.add_column(column, justify="right")
         for row in report["memory"]:
             compiling = f"{row['compile'] / 1e6:.0f}" if row["name"] == "xla" else ""
-            table.add_row(TITLES[row["mode"]], row["name"], f"{row['run'] / 1e6:.0f}", f"{row['ratio']:.2f}", compiling,
-                          end_section=row["name"] == report["memory"][-1]["name"])
+            table.add_row(
+                TITLES[row["mode"]],
+                row["name"],
+                f"{row['run'] / 1e6:.0f}",
+                f"{row['ratio']:.2f}",
+                compiling,
+                end_section=row["name"] == report["memory"][-1]["name"],
+            )
         console.print(table)
 
 
@@ -321,8 +336,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--variant", choices=tuple(SOURCES), default="gdn")
     p.add_argument("--batch", type=int, default=1, metavar="B")
-    p.add_argument("--tokens", type=int, metavar="T",
-                   help="default 2048; 512 for kda, where transformers needs C x C x K numbers a chunk")
+    p.add_argument(
+        "--tokens",
+        type=int,
+        metavar="T",
+        help="default 2048; 512 for kda, where transformers needs C x C x K numbers a chunk",
+    )
     p.add_argument("--key-heads", type=int, metavar="H", help="default 16 (kda: as many as value heads)")
     p.add_argument("--value-heads", type=int, default=32, metavar="HV")
     p.add_argument("--key-dim", type=int, default=128, metavar="K")
@@ -332,8 +351,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5, help="timed runs of each, after one to warm up")
     p.add_argument("--only", choices=CONTESTANTS[1:], help=f"compare this one alone with {BASELINE}")
     p.add_argument("--mode", choices=MODES, help="time this alone")
-    p.add_argument("--shared", action="store_true",
-                   help="on a busy machine: torch's waiting threads sleep instead of spinning")
+    p.add_argument(
+        "--shared", action="store_true", help="on a busy machine: torch's waiting threads sleep instead of spinning"
+    )
     p.add_argument("--memory", action="store_true", help="measure peak memory, too")
     p.add_argument("--repeats", type=int, default=1, help="processes a memory measurement")
     p.add_argument("--check", action="store_true", help="exit with 1 if a requirement does not hold")
@@ -352,8 +372,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(child(case, name, mode)))
         return 0
     kda = a.variant == "kda"
-    case = Case(a.variant, a.batch, a.tokens or (512 if kda else 2048), a.key_heads or (a.value_heads if kda else 16),
-                a.value_heads, a.key_dim, a.value_dim, a.threads, a.chunk_size)
+    case = Case(
+        a.variant,
+        a.batch,
+        a.tokens or (512 if kda else 2048),
+        a.key_heads or (a.value_heads if kda else 16),
+        a.value_heads,
+        a.key_dim,
+        a.value_dim,
+        a.threads,
+        a.chunk_size,
+    )
     if case.HV % case.H or (kda and case.H != case.HV) or a.rounds < 1 or a.repeats < 1:
         wrong = "equal" if kda else "be a multiple of"
         print(f"--value-heads must {wrong} --key-heads; --rounds and --repeats must be at least 1.", file=sys.stderr)

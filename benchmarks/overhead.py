@@ -68,7 +68,8 @@ def contestants(library: str, T: int, x: dict[str, np.ndarray]) -> dict[str, Cal
 
     def normalised() -> Any:
         found, chosen = api._rule_call(
-            a["q"], a["k"], a["v"], a["g"], a["beta"], None, None, a["initial_state"], None, None, None, None, options)
+            a["q"], a["k"], a["v"], a["g"], a["beta"], None, None, a["initial_state"], None, None, None, None, options
+        )
         return door.normalise(found, chosen, backend)
 
     def first() -> Any:
@@ -79,12 +80,20 @@ def contestants(library: str, T: int, x: dict[str, np.ndarray]) -> dict[str, Cal
         q, k, v, g, beta, S = x.values()
         if step:
             return ready(pg.gated_delta_rule_step(q, k, v, g, beta=beta, state=S, qk_l2norm=True, backend=backend))
-        return ready(pg.gated_delta_rule(
-            q, k, v, g, beta=beta, initial_state=S, output_final_state=True, qk_l2norm=True, backend=backend))
+        return ready(
+            pg.gated_delta_rule(
+                q, k, v, g, beta=beta, initial_state=S, output_final_state=True, qk_l2norm=True, backend=backend
+            )
+        )
 
     problem, chosen = normalised()
-    out = {"first": first, "door": normalised, "nothing": nothing, "backend": lambda: ready(chosen.run(problem)),
-           "whole": whole}
+    out = {
+        "first": first,
+        "door": normalised,
+        "nothing": nothing,
+        "backend": lambda: ready(chosen.run(problem)),
+        "whole": whole,
+    }
     if library == "torch":  # the price of recording the call for a gradient; nothing is differentiated
         tracked = {name: t.clone().requires_grad_() for name, t in a.items()}
         out["with gradient"] = lambda: whole(tracked)
@@ -127,8 +136,9 @@ def _torch(x: dict[str, np.ndarray]) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tokens", type=int, nargs="+", default=[0, 1, 2, 4, 8], metavar="T",
-                   help="0 is the step of one token")
+    p.add_argument(
+        "--tokens", type=int, nargs="+", default=[0, 1, 2, 4, 8], metavar="T", help="0 is the step of one token"
+    )
     p.add_argument("--key-heads", type=int, default=2, metavar="H")
     p.add_argument("--value-heads", type=int, default=4, metavar="HV")
     p.add_argument("--dim", type=int, default=32, help="key and value channels")

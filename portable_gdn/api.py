@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import dispatch
-from .door import normalise, run
+from .door import check_host_boundaries, describe, normalise, run
 from .spec.conv import ShortConv
 from .spec.errors import bad
 from .spec.gates import BoundedGate, SoftplusGate
@@ -289,8 +289,6 @@ def explain(
     Raises:
         GdnError: the call itself is wrong.
     """
-    from .door import describe
-
     operands, options = _rule_call(
         q,
         k,
@@ -306,7 +304,10 @@ def explain(
         gate,
         Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
     )
-    return dispatch.explain(describe(operands, options), backend)
+    signature = describe(operands, options)
+    if cu_seqlens is not None:
+        check_host_boundaries(operands["cu_seqlens"], signature.T)
+    return dispatch.explain(signature, backend)
 
 
 def _add(operands: dict[str, Array], **named: Array | None) -> None:

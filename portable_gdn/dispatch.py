@@ -147,7 +147,7 @@ class Explanation(NamedTuple):
 def explain(signature: Signature, name: str | None = None) -> Explanation:
     """The choice for a call and its reasons; never raises for a call that nothing can run."""
     name = name or os.environ.get(ENVIRONMENT) or None
-    if name is not None and name not in _broken:
+    if name is not None and name not in tuple(_broken):  # which need not be hashable
         get(name)  # an unknown name is a wrong call
     chosen, passed = None, []
     for backend in backends():

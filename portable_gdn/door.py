@@ -93,7 +93,7 @@ def normalise(
                 _CALLS.clear()
             _CALLS[key] = signature, chosen
         if "cu_seqlens" in operands:
-            _check_host_boundaries(operands["cu_seqlens"], signature.T)
+            check_host_boundaries(operands["cu_seqlens"], signature.T)
     if check_values:
         from .values import check
 
@@ -145,7 +145,8 @@ def _boundary_list(values: Any) -> np.ndarray:
     return array.astype(np.int32 if np.all(np.abs(array) < 2**31) else np.int64)
 
 
-def _check_host_boundaries(cu_seqlens: Array, T: int) -> None:
+def check_host_boundaries(cu_seqlens: Array, T: int) -> None:
+    """Check boundaries that lie on the host; those on a device are not read."""
     library = library_of(cu_seqlens)
     if library == "torch" and cu_seqlens.device.type == "cpu" and type(cu_seqlens).__module__ == "torch":
         if sys.modules["torch"]._C._are_functorch_transforms_active():

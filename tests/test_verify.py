@@ -76,7 +76,7 @@ def test_inputs_are_the_same_on_every_machine():
 STREAM = [-0.4110950827598572, -0.5318434238433838, -0.3686401844024658]
 
 
-# faults ----------------------------------------------------------------------------------------------------------------
+# faults
 
 
 def with_stage(**replaced):
@@ -246,12 +246,15 @@ def test_recordings_are_cases_everywhere():
     assert {row.case for row in report.rows if row.backend == "transformers"} == {c.name for c in cases}
 
 
-# the command -------------------------------------------------------------------------------------------------------------
+# the command
 
 
 def command(*arguments, blocked=(), **environment):
-    code = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); sys.argv = {['portable-gdn', *arguments]!r}\n"
-    code += "from portable_gdn.cli.main import main; main()"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
+        f"sys.argv = {['portable-gdn', *arguments]!r}\n"
+        "from portable_gdn.cli.main import main; main()"
+    )
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..spec import chunkwise
 from ..spec.problem import Problem, Result, Signature
-from ..spec.prologue import Prepared, prepare, swap_state
+from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 
 __all__ = ["run"]
@@ -25,6 +25,11 @@ __all__ = ["run"]
 
 def run(problem: Problem, size: int) -> Result:
     """Compute a call in chunks of ``size`` tokens."""
+    with torch.autocast(_like(problem.operands).device.type, enabled=False):  # it would round what must not be rounded
+        return _run(problem, size)
+
+
+def _run(problem: Problem, size: int) -> Result:
     s, x = problem
     bounds = x.get("cu_seqlens")  # on the host where the caller had them there: that is where the loop needs them
     if isinstance(bounds, np.ndarray):
@@ -35,8 +40,7 @@ def run(problem: Problem, size: int) -> Result:
         o, state = _step(s, p, S)
     else:
         o, state = _rule(s, p, S, bounds, size)
-    o = o.to(getattr(torch, s.dtype))
-    return Result(o, swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
+    return Result(finish(xp, s, x, o), swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
 
 
 def _like(x: Mapping[str, Any]) -> Tensor:
@@ -249,11 +253,18 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: Any, dS: Any) -> Any:
+        with torch.autocast(dO.device.type, enabled=False):
+            return _Rule._backward(ctx, dO, dS)
+
+    @staticmethod
+    def _backward(ctx: Any, dO: Any, dS: Any) -> Any:
         *x, S = ctx.saved_tensors
         plan, scale, size = ctx.rest
         if not torch.is_grad_enabled():
             return (*_backward(tuple(x), S, plan, scale, ctx.kept, dO, dS), None, None, None)
         # Somebody will differentiate the gradient: it must consist of operations that torch knows.
+        # Views, since one tensor may stand in two places (beta erases and writes) and each is to get its own share.
+        *x, S = (None if a is None else a.view_as(a) for a in (*x, S))
         wanted = [i for i, a in enumerate((*x, S)) if ctx.needs_input_grad[i]]
         o, final, _ = _forward(tuple(x), S, plan, scale, size)
         pairs = [(y, d) for y, d in ((o, dO), (final, dS)) if y.requires_grad]

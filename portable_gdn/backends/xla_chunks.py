@@ -20,7 +20,7 @@ from ..spec import chunkwise
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.precision import DEFAULT
 from ..spec.problem import Signature
-from ..spec.prologue import Prepared, prepare, swap_state
+from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from . import xla_isolation as isolation
 
@@ -57,7 +57,7 @@ def _run(s: Signature, size: int, operands: dict[str, Any]) -> tuple[Any, Any, A
     else:
         table = _table(s, size, operands.get("cu_seqlens"))
         o, state = _rule(s, size, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
-    return o.astype(jnp.dtype(s.dtype)), swap_state(jnp, s, state) if s.output_final_state else None, p.conv_state
+    return finish(jnp, s, operands, o), swap_state(jnp, s, state) if s.output_final_state else None, p.conv_state
 
 
 def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
@@ -107,6 +107,7 @@ class _Windows:
     def __init__(self, s: Signature, entry: Any, size: int, length: int) -> None:
         self.s, self.size = s, size
         first, end, self.slot = entry
+        self.used = first < end
         self.begin = jnp.clip(first, 0, length - size)
         token = self.begin + jnp.arange(size, dtype=jnp.int32)
         self.counts = (token >= first) & (token < end)
@@ -134,7 +135,10 @@ class _Windows:
         return lax.dynamic_slice_in_dim(S, self.slot, 1, axis=0) if self.s.packed else S
 
     def put(self, S: Any, new: Any) -> Any:
-        return lax.dynamic_update_slice_in_dim(S, new, self.slot, axis=0) if self.s.packed else new
+        if not self.s.packed:
+            return new
+        new = jnp.where(self.used, new, self.take(S))  # spare chunks must not even turn -0.0 into 0.0
+        return lax.dynamic_update_slice_in_dim(S, new, self.slot, axis=0)
 
 
 def _forward(

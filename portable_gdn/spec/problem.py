@@ -14,6 +14,8 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from .errors import GdnError, bad
 from .precision import PRECISIONS, Rounding
 from .variants import Granularity, Variant
@@ -285,6 +287,10 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
 
 
 def _check_options(options: Options) -> None:
+    for name in ("output_final_state", "qk_l2norm", "deterministic"):
+        value = getattr(options, name)
+        if not isinstance(value, (bool, np.bool_)):
+            raise bad(name, repr(value), "be True or False")
     if options.precision not in (None, *PRECISIONS):
         raise bad("precision", repr(options.precision), f"be None or one of {', '.join(map(repr, PRECISIONS))}")
     if options.state_layout not in ("kv", "vk"):

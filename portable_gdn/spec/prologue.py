@@ -15,7 +15,7 @@ from .problem import Signature
 from .sequences import layout, segment_starts
 from .stages import Array, Namespace
 
-__all__ = ["Prepared", "prepare", "swap_state"]
+__all__ = ["Prepared", "finish", "prepare", "swap_state"]
 
 
 class Prepared(NamedTuple):
@@ -35,6 +35,13 @@ class Prepared(NamedTuple):
     S: Array | None
     starts: Array | None
     conv_state: Array | None
+
+
+def finish(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Array:
+    """The rule's float32 output as the call returns it: 0 at masked tokens, in the dtype of the inputs."""
+    if "mask" in x:
+        o = xp.where(x["mask"][..., None, None], o, xp.zeros_like(o))
+    return xp.astype(o, getattr(xp, s.dtype), copy=False)
 
 
 def swap_state(xp: Namespace, s: Signature, state: Array) -> Array:

@@ -8,9 +8,10 @@ Shapes below leave them out. C tokens in a chunk (a power of two), K key channel
 n decay groups (1: one decay a head, K: one a channel).
 
 A decay below ``RESET`` is a hard reset: exp of it is 0 in float32. It is counted, not summed, since a sum that
-contains it has no digits left for its neighbours; nothing crosses it. Exponents are masked before exp, never after:
-0 * inf is NaN. Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), and the KDA and GDN-2 reports for
-the finer gates; the hierarchy of reference rows in ``channel_scores`` keeps every exponent <= 0 for any gate.
+contains it has no digits left for its neighbours; sums begin anew behind it, and nothing crosses it. Exponents are
+masked before exp, never after: 0 * inf is NaN. Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), and
+the KDA and GDN-2 reports for the finer gates; the hierarchy of reference rows in ``channel_scores`` keeps every
+exponent <= 0 for any gate.
 """
 
 from __future__ import annotations
@@ -68,37 +69,27 @@ def _where(x: Array) -> dict[str, Any]:
 
 
 def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, Array]:
-    """Cumulative decay in the chunk, and the number of resets so far.
+    """Cumulative decay since the chunk's start or the last reset in it, and the number of resets so far.
 
     Args:
         g: log decay [C, n].
-        starts: boolean [C, 1], True at the first token of a new segment; those are resets too, and no sum runs
-            across them, so that a segment's numbers do not depend on its neighbours by so much as a rounding.
+        starts: boolean [C, 1], True at the first token of a new segment; those are resets too.
 
     Returns:
-        G [C, n], inclusive cumulative sum of the gates that are not resets; count [C, n] of resets, as floats.
+        G [C, n], sum of the gates since the last reset, inclusive; count [C, n] of resets, as floats. No sum runs
+        across a reset, so that what follows does not depend on what came before by so much as a rounding.
     """
     reset = g < RESET
     if starts is not None:
         reset = reset | starts
     count = xp.cumulative_sum(xp.astype(reset, g.dtype), axis=-2)
-    kept = xp.where(reset, xp.zeros_like(g), g)
-    if starts is None:
-        return xp.cumulative_sum(kept, axis=-2), count
-    return segmented_sum(xp, kept, starts), count
-
-
-def segmented_sum(xp: Namespace, x: Array, starts: Array) -> Array:
-    """Inclusive cumulative sum over the tokens of x [C, n] that begins anew at every start."""
-    segment = xp.cumulative_sum(xp.astype(starts, x.dtype), axis=-2)
-    length, step = x.shape[-2], 1
-    while step < length:
-        earlier = x[..., :-step, :]
-        same = segment[..., step:, :] == segment[..., :-step, :]
-        add = xp.where(same, earlier, xp.zeros_like(earlier))
-        x = x + xp.concat([xp.zeros_like(x[..., :step, :]), add], axis=-2)
+    G, step = xp.where(reset, xp.zeros_like(g), g), 1
+    while step < g.shape[-2]:
+        earlier = G[..., :-step, :]
+        add = xp.where(count[..., step:, :] == count[..., :-step, :], earlier, xp.zeros_like(earlier))
+        G = xp.concat([G[..., :step, :], G[..., step:, :] + add], axis=-2)
         step *= 2
-    return x
+    return G, count
 
 
 def from_start(xp: Namespace, G: Array, count: Array) -> Array:
