@@ -18,16 +18,19 @@ from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
 from portable_gdn.harness.cases import Case, build, designed, pairwise, recorded
 from portable_gdn.harness.judge import judge
-from portable_gdn.harness.verify import Report, cases_for, verify
+from portable_gdn.harness.verify import Report, cases_for, in_quick_proof, verify
+from portable_gdn.harness.worker import Worker
 from portable_gdn.spec import stages
 from portable_gdn.spec.evaluate import chunk_by_chunk
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding
 
-HERE = [b.name for b in dispatch.backends() if b.unavailable() is None]
+HERE = [  # those with a process of their own have tests of their own
+    b.name for b in dispatch.backends() if b.unavailable() is None and not getattr(b, "own_process", False)
+]
 
 
 def runs(backend, case):
-    return not dispatch.get(backend).slow or case.essential
+    return in_quick_proof(dispatch.get(backend), case)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +204,46 @@ def test_a_fault_is_found(under_test, fault):
     assert code == 1
     assert not report["ok"]
     assert any(row["backend"] == "under test" and not row["ok"] for row in report["results"])
+
+
+class Apart(ByStages):
+    """Seen by this process only, so that its child does not find it."""
+
+    own_process = True
+
+
+def test_a_process_that_ends_early_fails_what_it_has_not_answered(under_test):
+    under_test(Apart())
+    cases = designed()[:2]
+    report = verify(["under test"], cases=cases)
+    assert not report.ok
+    assert [row.case for row in report.rows] == [case.name for case in cases]
+    assert all("ended with exit code 1: " in row.note and "must be one of" in row.note for row in report.rows)
+
+
+def test_a_process_of_its_own_finds_the_same():
+    cases = designed()[:2]
+    here = verify(["numpy"], cases=cases)
+    worker = Worker("numpy", cases, full=False)
+    answers = list(worker.answers())
+    worker.close()
+    assert [answer["case"] for answer in answers] == [case.name for case in cases]
+    there = [row for answer in answers for row in answer["rows"]]
+    assert there == [row.as_dict() for row in here.rows]
+
+
+class Refuses(ByStages):
+    def gradients(self, problem, cotangents):
+        raise pg.GdnError("v is too much; it must be less.")
+
+
+def test_a_refusal_by_value_is_no_result(under_test):
+    under_test(Refuses())
+    code, report = run_verify("--case", "one token")
+    assert code == 1  # nothing was compared
+    assert report["not_run"] == [
+        {"backend": "under test", "case": "one token", "why": "v is too much; it must be less."}
+    ]
 
 
 def test_nothing_compared_is_a_failure():

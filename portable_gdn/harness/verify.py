@@ -16,8 +16,9 @@ from ..spec.precision import Rounding
 from ..spec.problem import Backend, Problem
 from .cases import Case, Inputs, build, designed, pairwise, recorded
 from .judge import Expectation, expect, judge
+from .worker import Worker
 
-__all__ = ["NotRun", "Report", "Row", "cases_for", "verify"]
+__all__ = ["NotRun", "Report", "Row", "cases_for", "in_quick_proof", "verify"]
 
 
 class Row(NamedTuple):
@@ -82,11 +83,20 @@ def cases_for(full: bool) -> list[Case]:
 Progress = Callable[[str, int, int], None]
 
 
+def in_quick_proof(backend: Backend, case: Case) -> bool:
+    """Whether the quick proof runs this case on this backend: its own choice, or, if it is slow, the essential ones."""
+    chosen = getattr(backend, "quick_cases", None)
+    if chosen is not None:
+        return case.name in chosen
+    return not backend.slow or case.essential
+
+
 def verify(
     names: Sequence[str] | None = None,
     full: bool = False,
     cases: Sequence[Case] | None = None,
     progress: Progress | None = None,
+    in_process: bool = False,
 ) -> Report:
     """Run the proof.
 
@@ -95,6 +105,7 @@ def verify(
         full: all cases on all of them, and the pairwise plan.
         cases: instead of those of the quick or full proof.
         progress: called with (what, done, of).
+        in_process: keep backends that want a process of their own in this one.
 
     Raises:
         GdnError: a backend asked for does not exist or cannot run here.
@@ -102,13 +113,54 @@ def verify(
     report = Report()
     chosen = list(_chosen(names, report))
     cases = cases_for(full) if cases is None else list(cases)
-    for done, case in enumerate(cases):
-        if progress is not None:
-            progress(case.name, done, len(cases))
-        _run_case(case, chosen, full, report)
+    apart = [] if in_process else [backend for backend in chosen if getattr(backend, "own_process", False)]
+    together = [backend for backend in chosen if backend not in apart]
+    workers = [
+        Worker(backend.name, [case for case in cases if full or in_quick_proof(backend, case)], full)
+        for backend in apart
+    ]
+    total = (len(cases) if together else 0) + sum(len(worker.cases) for worker in workers)
+    done = 0
+    try:
+        for case in cases if together else []:
+            if progress is not None:
+                progress(case.name, done, total)
+            _run_case(case, together, full, report)
+            done += 1
+        for backend, worker in zip(apart, workers, strict=True):
+            for case in cases:
+                if case not in worker.cases:
+                    report.not_run.append(NotRun(backend.name, case.name, LEFT))
+            for answer in worker.answers():
+                _take(answer, backend.name, report)
+                done += 1
+                if progress is not None:
+                    progress(f"{backend.name}: {answer.get('case', '')}", min(done, total), total)
+    finally:
+        for worker in workers:
+            worker.close()
     if progress is not None:
-        progress("", len(cases), len(cases))
+        progress("", total, total)
     return report
+
+
+LEFT = "left to --full: each new shape costs it seconds"
+
+
+def _take(answer: dict[str, Any], backend: str, report: Report) -> None:
+    """Put a worker's answer into the report."""
+    if "ended" in answer:
+        for case in answer["left"] or ["all"]:
+            report.rows.append(Row(backend, case, "all", float("inf"), 0.0, 0.0, False, True, 0, answer["ended"]))
+        return
+    for row in answer["rows"]:
+        for name in ("error", "expected", "budget"):
+            row[name] = float(row[name])
+        if row["backend"] == backend:  # recordings are judged by the process at the other end already
+            report.rows.append(Row(**row))
+    report.not_run += [NotRun(**item) for item in answer["not_run"]]
+    for name, seconds in answer["seconds"].items():
+        report.seconds[name] = report.seconds.get(name, 0.0) + seconds
 
 
 def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
@@ -155,8 +207,8 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
     truth = _Truth(inputs)
     s = truth.problem.signature
     for backend in chosen:
-        if backend.slow and not full and not case.essential:
-            report.not_run.append(NotRun(backend.name, case.name, "left to --full: a new shape costs it seconds"))
+        if not full and not in_quick_proof(backend, case):
+            report.not_run.append(NotRun(backend.name, case.name, LEFT))
             continue
         started = time.perf_counter()
         try:
@@ -167,6 +219,9 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
             continue
         try:
             found = _compute(backend, problem, inputs)
+        except GdnError as error:  # refused for what the operands hold
+            report.not_run.append(NotRun(backend.name, case.name, str(error)))
+            continue
         except Exception as error:  # a backend that fails is a finding, not the end of the report
             sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             report.rows.append(Row(backend.name, case.name, "all", float("inf"), 0.0, 0.0, False, True, 0, sentence))
@@ -177,7 +232,7 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
             stages = truth.by_stages()
             exact = {"o": stages.o, "state": stages.state, **{f"grad_{n}": a for n, a in stages.gradients.items()}}
             expectation = expectation._replace(exact={**expectation.exact, **exact})
-        _compare(backend.name, case, found, expectation, s, report)
+        _compare(backend.name, case, found, expectation, s, report, getattr(backend, "remark", ""))
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
         _compare("transformers", case, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
@@ -200,4 +255,5 @@ def _compare(
         if tensor not in found:
             report.rows.append(Row(name, case.name, tensor, float("inf"), 0.0, 0.0, False, True, 0, "missing"))
             continue
-        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s), note))
+        said = note if len(found) == 2 or tensor.startswith("grad_") else ""  # a remark is on gradients
+        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s), said))

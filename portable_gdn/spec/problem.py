@@ -163,7 +163,9 @@ class Result(NamedTuple):
 class Backend(Protocol):
     """What the dispatcher, the door and the harness ask of an implementation.
 
-    A backend is registered by an entry point of the group ``portable_gdn.backends`` that names an instance.
+    A backend is registered by an entry point of the group ``portable_gdn.backends`` that names an instance. It may have
+    attributes that only the harness reads: ``own_process`` (True: its cases run in a child process), ``quick_cases``
+    (names of the cases that the quick proof runs on it), ``remark`` (shown beside its results).
     """
 
     name: str

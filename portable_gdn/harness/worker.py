@@ -1,0 +1,108 @@
+"""Run one backend's cases in a process of their own, and read what it finds as it finds it.
+
+For a backend that must choose its interpreter before a library is imported, or that may take its process down. The
+child gets its cases as JSON on standard input and answers with one JSON object a line; whatever libraries print goes
+to standard error. A child that ends early fails every case that it has not answered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .cases import Case
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """A child process at work on one backend; iterate ``answers`` to collect, ``close`` to end it."""
+
+    def __init__(self, backend: str, cases: Sequence[Case], full: bool) -> None:
+        self.backend, self.cases = backend, list(cases)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "portable_gdn.harness.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        order = json.dumps({"backend": backend, "full": full, "cases": [asdict(case) for case in self.cases]})
+        threading.Thread(target=self._talk, args=(order,), daemon=True).start()
+
+    def _talk(self, order: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(order)
+            self._process.stdin.close()
+        except OSError:
+            pass  # the child is gone; its end is seen below
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """One answer a case, {"case", "rows", "not_run", "seconds"}; then, if the child ended early, {"ended": why}."""
+        left = [case.name for case in self.cases]
+        while (line := self._lines.get()) is not None:
+            answer = json.loads(line)
+            if answer["case"] in left:
+                left.remove(answer["case"])
+            yield answer
+        code = self._process.wait()
+        if left or code:
+            yield {"ended": f"its process ended with {_ending(code)}{self._last_words()}", "left": left}
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        return f": {lines[-1].strip()}" if lines else ""
+
+    def close(self) -> None:
+        """End the child, if it still runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._errors.close()
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _serve() -> None:
+    from .verify import verify
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    order = json.loads(sys.stdin.read())
+    if _has_torch():
+        import torch
+
+        torch.set_num_threads(1)  # cases are small, and another process is at work beside this one
+    for recipe in order["cases"]:
+        case = Case(**recipe)
+        report = verify([order["backend"]], full=order["full"], cases=[case], in_process=True)
+        found = report.as_dict()
+        answer = {
+            "case": case.name, "rows": found["results"], "not_run": found["not_run"], "seconds": found["seconds"],
+        }  # fmt: skip
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _has_torch() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
+
+
+if __name__ == "__main__":
+    _serve()
