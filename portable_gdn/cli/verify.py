@@ -85,7 +85,7 @@ def _row(table: Table, row: Row, narrow: bool) -> None:
 
 def _table(title: str, rows: list[Row], case: str) -> None:
     narrow = console.width < 100
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("backend", "tensor", "error", "expected", "budget", "used", ""):
         table.add_column(
             name, justify="right" if name in ("error", "expected", "budget", "used") else "left", no_wrap=True

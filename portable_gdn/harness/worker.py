@@ -1,4 +1,4 @@
-"""Run one backend's cases in a process of their own, and read what it finds as it finds it.
+"""Run one backend's cases in a process of their own (``serve.py``), and read what it finds as it finds it.
 
 For a backend that must choose its interpreter before a library is imported, or that may take its process down. The
 child gets its cases as JSON on standard input and answers with one JSON object a line; whatever libraries print goes
@@ -8,7 +8,6 @@ to standard error. A child that ends early fails every case that it has not answ
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -31,7 +30,7 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "portable_gdn.harness.worker"],
+            [sys.executable, "-m", "portable_gdn.harness.serve"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
         order = json.dumps({"backend": backend, "full": full, "cases": [asdict(case) for case in self.cases]})
@@ -76,33 +75,3 @@ class Worker:
 
 def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _serve() -> None:
-    from .verify import verify
-
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    order = json.loads(sys.stdin.read())
-    if _has_torch():
-        import torch
-
-        torch.set_num_threads(1)  # cases are small, and another process is at work beside this one
-    for recipe in order["cases"]:
-        case = Case(**recipe)
-        report = verify([order["backend"]], full=order["full"], cases=[case], in_process=True)
-        found = report.as_dict()
-        answer = {
-            "case": case.name, "rows": found["results"], "not_run": found["not_run"], "seconds": found["seconds"],
-        }  # fmt: skip
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def _has_torch() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("torch") is not None
-
-
-if __name__ == "__main__":
-    _serve()
