@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .stages import RESET, Array, Namespace, to_channels
 
-__all__ = ["one_token"]
+__all__ = ["one_token", "weighted_sum"]
+
+
+def weighted_sum(xp: Namespace, rows: Array, S: Array) -> Array:
+    """S^T row, elementwise in float32 everywhere: no product unit, no rounding of operands. [..., V]"""
+    return xp.sum(rows[..., None] * S, axis=-2)
 
 
 def one_token(
-    xp: Namespace, q: Array, k: Array, v: Array, g: Array, b: Array | None, w: Array | None, S: Array, scale: float
+    xp: Namespace,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    b: Array | None,
+    w: Array | None,
+    S: Array,
+    scale: float,
+    contract: Callable[[Namespace, Array, Array], Array] = weighted_sum,
 ) -> tuple[Array, Array]:
     """o [..., V] and the new state [..., K, V].
 
-    Sums over channels are elementwise, in float32 everywhere: no product unit, no rounding of operands.
-
     Args:
         q, k [..., K]; v [..., V]; g [..., n]; b [..., 1 or K] or None; w [..., 1 or V] or None; S [..., K, V].
+        contract: S^T row; another must not round its operands either.
     """
     decay = xp.exp(to_channels(xp, xp.where(g < RESET, -xp.inf, g), k.shape[-1]))
     S = decay[..., None] * S
     written = v if w is None else w * v
     if b is not None:
-        written = written - xp.sum((b * k)[..., None] * S, axis=-2)
+        written = written - contract(xp, b * k, S)
     S = S + k[..., None] * written[..., None, :]
-    return scale * xp.sum(q[..., None] * S, axis=-2), S
+    return scale * contract(xp, q, S), S
