@@ -110,7 +110,7 @@ def _print(report: Report, all_rows: bool) -> None:
     else:
         for row in report.rows:
             if not row.ok or not row.judged:
-                what = "FAILS" if not row.ok else "not judged, ill-conditioned"
+                what = "FAILS" if not row.ok else "not judged, ill-conditioned" if not row.note else "not judged"
                 console.print(
                     f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
                     f"budget {_figure(row.budget)} (head {row.head}) {row.note}"

@@ -7,7 +7,7 @@ heads that share key heads, states that are not zero, packed, segmented and padd
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..spec.problem import GateKind, Options
 from . import recordings
 from .randoms import normal, uniform
 
-__all__ = ["Case", "Inputs", "build", "designed", "pairwise", "recorded"]
+__all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "recorded"]
 
 #: Decay kinds; -104 and less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
@@ -275,6 +275,12 @@ def designed() -> list[Case]:
         C("step", layout="step", T=1, B=3, HV=6, essential=True),
         C("step, KDA, bfloat16", layout="step", T=1, B=3, variant="KDA", dtype="bfloat16", l2norm=True),
     ]
+
+
+def cases_named(names: Iterable[str]) -> list[Case]:
+    """Designed and recorded cases of these names, in their own order."""
+    wanted = set(names)
+    return [case for case in [*designed(), *recorded()] if case.name in wanted]
 
 
 _FACTORS: dict[str, Sequence[Any]] = {

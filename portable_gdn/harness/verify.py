@@ -232,7 +232,8 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
             stages = truth.by_stages()
             exact = {"o": stages.o, "state": stages.state, **{f"grad_{n}": a for n, a in stages.gradients.items()}}
             expectation = expectation._replace(exact={**expectation.exact, **exact})
-        _compare(backend.name, case, found, expectation, s, report, getattr(backend, "remark", ""))
+        remark, known = getattr(backend, "remark", ""), getattr(backend, "known", None)
+        _compare(backend.name, case, found, expectation, s, report, remark, known(case.name) if known else None)
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
         _compare("transformers", case, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
@@ -248,7 +249,14 @@ def _compute(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np
 
 
 def _compare(
-    name: str, case: Case, found: dict[str, np.ndarray], e: Expectation, s: Any, report: Report, note: str = ""
+    name: str,
+    case: Case,
+    found: dict[str, np.ndarray],
+    e: Expectation,
+    s: Any,
+    report: Report,
+    note: str = "",
+    known: str | None = None,
 ) -> None:
     everything = e.exact if len(found) > 2 else {key: e.exact[key] for key in found}
     for tensor in everything:
@@ -256,4 +264,7 @@ def _compare(
             report.rows.append(Row(name, case.name, tensor, float("inf"), 0.0, 0.0, False, True, 0, "missing"))
             continue
         said = note if len(found) == 2 or tensor.startswith("grad_") else ""  # a remark is on gradients
-        report.rows.append(Row(name, case.name, *judge(tensor, found[tensor], e, s), said))
+        verdict = judge(tensor, found[tensor], e, s)
+        if not verdict.ok and known is not None and np.isfinite(verdict.error):
+            verdict, said = verdict._replace(ok=True, judged=False), known
+        report.rows.append(Row(name, case.name, *verdict, said))

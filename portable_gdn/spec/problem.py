@@ -165,7 +165,8 @@ class Backend(Protocol):
 
     A backend is registered by an entry point of the group ``portable_gdn.backends`` that names an instance. It may have
     attributes that only the harness reads: ``own_process`` (True: its cases run in a child process), ``quick_cases``
-    (names of the cases that the quick proof runs on it), ``remark`` (shown beside its results).
+    (names of the cases that the quick proof runs on it), ``remark`` (shown beside its gradients), ``known`` (a function
+    of a case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged).
     """
 
     name: str

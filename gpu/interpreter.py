@@ -1,0 +1,204 @@
+"""Run FLA's Triton kernels on CPU tensors through Triton's interpreter.
+
+The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process. It then needs five
+repairs to run FLA, all made here on private names of Triton, which a new version may change; a self-test says so.
+
+1. Autotuning times kernels on a device; here the first configuration is taken and nothing is timed.
+2. The variable of a ``for ... in range`` loop is a tensor in a compiled kernel, a Python int here; FLA calls ``.to``.
+3. bfloat16 is stored as its bits, and arithmetic runs on those; operands are widened to float32 and results rounded.
+4. FLA keeps its own reference to ``tl.gather``, which the interpreter therefore does not replace.
+5. The interpreter's list of product precisions lacks "bf16x3" and "bf16x6"; it computes all of them in float32.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import types
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..spec.errors import GdnError
+
+__all__ = ["VARIABLE", "chosen", "possible", "start"]
+
+VARIABLE = "TRITON_INTERPRET"
+OLDEST = (3, 7)  # older ones fail in the chunk kernels
+
+
+def chosen() -> bool:
+    """Whether this process interprets Triton kernels."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def possible() -> str | None:
+    """Why this process cannot interpret them any more, as a sentence, or None."""
+    if "triton" in sys.modules and not chosen():
+        return f"triton was imported without its interpreter; start a fresh process, or one with {VARIABLE}=1"
+    return None
+
+
+@cache
+def start() -> None:
+    """Choose the interpreter, repair it and test it; once a process.
+
+    Raises:
+        GdnError: this process or this version of Triton cannot.
+    """
+    why = possible()
+    if why is not None:
+        raise GdnError(f"backend 'fla-interpret' cannot run here: {why}.")
+    os.environ[VARIABLE] = "1"
+    # Libraries that FLA would hand a call to without a word, and functions that the interpreter lacks.
+    for name in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG", "FLA_INTRACARD_CP", "FLA_USE_FAST_OPS"):
+        os.environ[name] = "0"
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise GdnError(f"triton is {triton.__version__}; it must be {OLDEST[0]}.{OLDEST[1]} or later to interpret FLA.")
+    try:
+        _repair()
+        _test()
+    except GdnError:
+        raise
+    except Exception as error:
+        raise GdnError(
+            f"triton {triton.__version__} cannot be made to interpret FLA's kernels: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _repair() -> None:
+    from triton.runtime import interpreter
+    from triton.runtime.autotuner import Autotuner
+
+    def first(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        return [0.0 if config is self.configs[0] else 1.0] * 3
+
+    Autotuner._bench = first
+    interpreter.FunctionRewriter.ast_transformer = _loops(interpreter)
+    _bfloat16(interpreter)
+    precisions = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(allowed_dot_input_precisions=precisions)
+
+
+def _loops(interpreter: Any) -> Any:
+    """A rewriter that makes the variable of every range loop a tensor."""
+
+    class Loops(interpreter.ASTTransformer):
+        def visit_For(self, node: ast.For) -> ast.AST:
+            node = self.generic_visit(node)
+            called = node.iter.func if isinstance(node.iter, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
+            if name == "range" and isinstance(node.target, ast.Name):
+                text = f"{node.target.id} = interpreter_semantic.to_tensor({node.target.id}, False)"
+                node.body.insert(0, ast.copy_location(ast.parse(text).body[0], node.body[0]))
+            return node
+
+    return Loops()
+
+
+def _bfloat16(interpreter: Any) -> None:
+    """Compute on bfloat16 in float32 and round to nearest even, where the interpreter computes on bits."""
+    import triton.language as tl
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    cast, convert = builder.cast_impl, builder.create_fp_to_fp
+    binary, unary, dot = builder.binary_op, builder.unary_op, builder.create_dot
+    reduce_or_scan = interpreter.ReduceScanOpInterface.apply
+
+    def is_bits(x: Any) -> bool:
+        return x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16
+
+    def widen(x: Any) -> Any:
+        if not is_bits(x):
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def narrow(data: np.ndarray) -> Any:
+        data = np.ascontiguousarray(data, np.float32)
+        bits = data.view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return handle(np.where(np.isnan(data), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        source = widen(source)
+        if target.scalar == tl.bfloat16 and source.data.dtype != np.uint16:
+            return narrow(source.data)
+        if source.dtype.scalar == target.scalar:
+            return source
+        return cast(self, source, target)
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, mode: Any) -> Any:
+        if is_bits(source) or target.scalar == tl.bfloat16:
+            return cast_impl(self, source, target)
+        return convert(self, source, target, mode)
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        if not (is_bits(left) or is_bits(right)):
+            return binary(self, left, right, op)
+        result = op(widen(left).data, widen(right).data)
+        return narrow(result) if result.dtype == np.float32 else handle(result, tl.bfloat16)
+
+    def unary_op(self: Any, x: Any, op: Any) -> Any:
+        return narrow(op(widen(x).data)) if is_bits(x) else unary(self, x, op)
+
+    def create_dot(self: Any, a: Any, b: Any, into: Any, *rest: Any) -> Any:
+        return dot(self, widen(a), widen(b), into, *rest)
+
+    def apply(self: Any, given: Any) -> Any:
+        inputs = given if isinstance(given, tuple) else (given,)
+        bits = [is_bits(x.handle) for x in inputs]
+        if not any(bits):
+            return reduce_or_scan(self, given)
+        wide = tuple(
+            self.to_tensor(widen(x.handle).data, tl.float32) if b else x for x, b in zip(inputs, bits, strict=True)
+        )
+        results = reduce_or_scan(self, wide)
+        results = results if isinstance(results, tuple) else (results,)
+        results = tuple(
+            interpreter.interpreter_semantic.cast(x, tl.bfloat16) if b and x.dtype == tl.float32 else x
+            for x, b in zip(results, bits, strict=True)
+        )
+        return results if isinstance(given, tuple) else results[0]
+
+    builder.cast_impl, builder.create_fp_to_fp = cast_impl, create_fp_to_fp
+    builder.binary_op, builder.unary_op, builder.create_dot = binary_op, unary_op, create_dot
+    interpreter.ReduceScanOpInterface.apply = apply
+
+
+def repair_gather() -> None:
+    """Give FLA's modules a ``gather`` that the interpreter sees; after FLA is imported."""
+    import triton.language as tl
+
+    builtin = tl.gather
+    from .interpreted_gather import gather
+
+    del triton
+    for module in list(sys.modules.values()):
+        inside = isinstance(module, types.ModuleType) and module.__name__.startswith("fla.")
+        if inside and module.__dict__.get("gather") is builtin:
+            module.gather = gather  # type: ignore[attr-defined]
+
+
+def _test() -> None:
+    """A bfloat16 product and a loop whose results are known."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        raise GdnError("triton is not installed.")
+    from .interpreted_gather import probe
+
+    rng = np.random.default_rng(0)
+    a, b = (torch.tensor(rng.integers(-4, 5, (16, 16)), dtype=torch.bfloat16) for _ in range(2))
+    out = torch.zeros(16, 16)
+    probe[(1,)](a, b, out)
+    expected = 3 * (a.float() @ b.float()) + 3  # a loop of three products, each plus its number
+    if not torch.equal(out, expected):
+        raise GdnError(
+            "the self-test of Triton's interpreter gives wrong numbers for bfloat16; do not trust this version."
+        )
