@@ -178,7 +178,6 @@ def repair_gather() -> None:
     builtin = tl.gather
     from .interpreted_gather import gather
 
-    del triton
     for module in list(sys.modules.values()):
         inside = isinstance(module, types.ModuleType) and module.__name__.startswith("fla.")
         if inside and module.__dict__.get("gather") is builtin:
