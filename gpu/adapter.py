@@ -28,7 +28,7 @@ from ..spec.errors import GdnError
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import finish, prepare, swap_state
 from ..spec.stages import RESET
-from ..spec.variants import VARIANTS
+from ..spec.variants import VARIANTS, Variant
 from . import interpreter
 
 __all__ = ["MOST_PIECES", "operand_dtype", "run"]
@@ -135,7 +135,7 @@ def _kernel(s: Signature, operands: list[Tensor], S: Tensor, bounds: Tensor | No
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
 
         g = g[..., 0]
-    _repair()
+    _repair(s.variant)
     return op(
         q, k, v, g=g, beta=beta, scale=s.scale, initial_state=S.contiguous(), output_final_state=True,
         cu_seqlens=bounds, **more,
@@ -143,6 +143,7 @@ def _kernel(s: Signature, operands: list[Tensor], S: Tensor, bounds: Tensor | No
 
 
 @cache
-def _repair() -> None:
+def _repair(variant: Variant) -> None:
+    """Once for each of FLA's operations, which are imported when they are first called."""
     if interpreter.chosen():
         interpreter.repair_gather()
