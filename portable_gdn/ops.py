@@ -8,9 +8,9 @@ b [B, T, HV, K]; w [B, T, HV, V]; states [N, HV, K, V] float32, or [N, HV, V, K]
 What differs: ``fused_recurrent_*`` are the same computation as ``chunk_*`` here, with gradients, where FLA's raise or
 detach. ``lower_bound`` together with ``use_gate_in_kernel`` chooses the bounded gate, as in FLA; without that it is
 ignored, as in FLA. ``safe_gate``, ``disable_recompute``, ``cu_seqlens_cpu``, ``chunk_indices`` and ``max_num_seqs``
-change no numbers and are accepted. What FLA takes and this package does not offer (``gv``, ``cp_context``, ``use_graph``,
-``return_intermediate_states``) is refused unless it is None or False, and so is every unknown keyword, which FLA
-accepts without a word, and ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``, which FLA ignores.
+change no numbers and are accepted. What FLA takes and this package does not offer (``gv``, ``cp_context``,
+``use_graph``, ``return_intermediate_states``) is refused unless it is None or False, and so is every unknown keyword,
+which FLA accepts without a word, and ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``, which FLA ignores.
 """
 
 from __future__ import annotations
