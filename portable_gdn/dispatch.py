@@ -135,13 +135,20 @@ class Explanation(NamedTuple):
         lines = [
             f"{s.variant.name}, {s.dtype}, precision {s.precision}, {_ARRAYS[s.library]} on {s.device}, "
             f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
-            f"  runs on  {self.backend}" if self.backend else "  runs on no backend",
+            f"  runs on  {self._where()}" if self.backend else "  runs on no backend",
         ]
         lines += [f"  not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _where(self) -> str:
+        elsewhere = getattr(_registry.get(self.backend or ""), "elsewhere", None)
+        if elsewhere is None or not self.signature.traced:
+            return str(self.backend)
+        platform, other = elsewhere
+        return f"{self.backend} if compiled for a {platform.upper()}, {other} elsewhere"
 
 
 def explain(signature: Signature, name: str | None = None) -> Explanation:

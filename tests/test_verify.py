@@ -25,7 +25,9 @@ from portable_gdn.spec.evaluate import chunk_by_chunk
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding
 
 HERE = [  # those with a process of their own have tests of their own
-    b.name for b in dispatch.backends() if b.unavailable() is None and not getattr(b, "own_process", False)
+    b.name
+    for b in dispatch.backends()
+    if getattr(b, "not_here", b.unavailable)() is None and not getattr(b, "own_process", False)
 ]
 
 

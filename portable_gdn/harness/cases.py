@@ -246,7 +246,7 @@ def designed() -> list[Case]:
             for kind in GATES[1:]
         ),
         *(
-            C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130, essential=kind == "many resets")
+            C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130)
             for kind in ("-3 each", "-20 each", "one -1e6", "many resets")
         ),
         C("resets, tile-grouped", variant="tile-grouped", gates="many resets", dtype="bfloat16"),

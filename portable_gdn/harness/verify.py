@@ -166,7 +166,7 @@ def _take(answer: dict[str, Any], backend: str, report: Report) -> None:
 def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
     if names is None:
         for backend in dispatch.backends():
-            why = backend.unavailable()
+            why = getattr(backend, "not_here", backend.unavailable)()
             if why is None:
                 yield backend
             else:
@@ -175,7 +175,7 @@ def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
         return
     for name in dict.fromkeys(names):
         backend = dispatch.get(name)
-        why = backend.unavailable()
+        why = getattr(backend, "not_here", backend.unavailable)()
         if why is not None:
             raise GdnError(f"backend {name!r} cannot run here: {why}")
         yield backend

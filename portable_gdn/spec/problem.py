@@ -164,9 +164,12 @@ class Backend(Protocol):
     """What the dispatcher, the door and the harness ask of an implementation.
 
     A backend is registered by an entry point of the group ``portable_gdn.backends`` that names an instance. It may have
-    attributes that only the harness reads: ``own_process`` (True: its cases run in a child process), ``quick_cases``
-    (names of the cases that the quick proof runs on it), ``remark`` (shown beside its gradients), ``known`` (a function
-    of a case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged).
+    more, which only the harness reads: ``own_process`` (True: its cases run in a child process); ``quick_cases`` (names
+    of the cases that the quick proof runs on it); ``remark`` (shown beside its gradients); ``known`` (a function of a
+    case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged);
+    ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
+    ``unavailable`` says). And one that ``explain`` reads: ``elsewhere``, (platform, backend): under a trace the compiler
+    takes the first for that platform and the second backend for every other.
     """
 
     name: str

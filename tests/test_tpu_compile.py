@@ -1,0 +1,81 @@
+"""The kernel compiled for each TPU by the real compiler, on a CPU.
+
+Each chip in a process of its own: a failure there may end the process instead of raising.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None:
+    pytest.skip("libtpu is not installed; `pip install 'portable-gdn[tpu]'` brings it", allow_module_level=True)
+
+from portable_gdn.tpu.compile import CHIPS, environment
+
+CHILD = """
+import json, os, sys
+from portable_gdn.tpu.compile import compile_for, environment
+environment(os.environ)
+import jax, jax.numpy as jnp
+import portable_gdn as pg
+from portable_gdn import dispatch
+from portable_gdn.tpu.backend import PALLAS
+dispatch.register_backend(PALLAS)
+chip, calls = sys.argv[1], json.loads(sys.argv[2])
+for call in calls:
+    B, T, H, HV, K, V, N, dtype = (call[name] for name in ("B", "T", "H", "HV", "K", "V", "N", "dtype"))
+    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
+    half = getattr(jnp, dtype)
+    x = {
+        "q": shape(B, T, H, K, dtype=half), "k": shape(B, T, H, K, dtype=half), "v": shape(B, T, HV, V, dtype=half),
+        "g": shape(B, T, HV), "beta": shape(B, T, HV), "initial_state": shape(N or B, HV, K, V),
+    }
+    if N:
+        x["cu_seqlens"] = shape(N + 1, dtype=jnp.int32)
+    rule = lambda x: pg.gated_delta_rule(
+        **x, output_final_state=True, chunk_size=call.get("chunk_size"), precision=call.get("precision"))
+    compiled = compile_for(chip, rule, x)
+    print(json.dumps({"kernels": compiled.as_text().count("tpu_custom_call"), "call": call}), flush=True)
+"""
+
+PLAIN = {"B": 1, "T": 512, "H": 2, "HV": 4, "K": 128, "V": 128, "N": 0, "dtype": "bfloat16"}
+CALLS = [
+    PLAIN,
+    {**PLAIN, "N": 5, "T": 500},
+    {**PLAIN, "K": 100, "V": 48, "T": 130},
+    {**PLAIN, "dtype": "float32", "B": 2},
+    {**PLAIN, "precision": "fast"},
+    {**PLAIN, "H": 16, "HV": 32, "T": 2048},
+    {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65},
+    {**PLAIN, "K": 16, "V": 24, "HV": 6, "T": 37, "N": 3, "dtype": "float32"},
+    {**PLAIN, "T": 1},
+    {**PLAIN, "H": 1, "HV": 8, "chunk_size": 256},
+]
+
+
+def compile_in_a_child(chip, calls):
+    """How many kernels each call's program holds."""
+    env = dict(os.environ)
+    environment(env)
+    command = [sys.executable, "-c", CHILD, chip, json.dumps(calls)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    at = calls[len(lines)] if len(lines) < len(calls) else "the end"
+    assert done.returncode == 0, f"{chip}: ended with {done.returncode} at {at}: {done.stderr[-2000:]}"
+    return [line["kernels"] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiles_for(chip):
+    assert all(n >= 1 for n in compile_in_a_child(chip, CALLS if chip != "v4" else CALLS[:4]))
+
+
+def test_compiles_for_one_chip():
+    assert compile_in_a_child("v6e", CALLS[1:2])[0] >= 1

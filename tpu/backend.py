@@ -1,0 +1,203 @@
+"""``pallas``: the rule by a Pallas kernel on TPUs; ``pallas-interpret``: the same kernel interpreted on a CPU.
+
+Importing this module does not import jax.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from ..spec.errors import GdnError
+from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
+from ..spec.problem import Problem, Result, Signature
+from ..spec.variants import VARIANTS
+from .plan import TABLE_LIMIT, VMEM_LIMIT, plan
+
+__all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
+
+#: "tpu" chooses the interpreter that models a TPU's memories, and finds races, stray reads and unwritten memory.
+INTERPRETER = "PORTABLE_GDN_PALLAS_INTERPRET"
+
+#: What enters the kernel's products. W is not among them: the kernel never forms it.
+_OPERANDS = ("q", "k", "S", "A", "T", "R", "Aqk", "Vn")
+
+
+@cache
+def _xla() -> Any:
+    """The xla backend, found as the dispatcher finds it: packages beside this one are not imported from here."""
+    for entry in metadata.entry_points(group="portable_gdn.backends"):
+        if entry.name == "xla":
+            return entry.load()
+    raise GdnError("backend 'xla' is not installed; gradients of 'pallas' come from it.")
+
+
+def _by_xla(s: Signature, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
+    return tuple(_xla().run(Problem(s, operands)))
+
+
+class Pallas:
+    """The backend object; see ``spec.problem.Backend``."""
+
+    name = "pallas"
+    libraries = ("jax",)
+    auto = True
+    priority = 20
+    slow = False
+    remark = "gradients by xla"
+    #: Where the operands are traced: the platform that the kernel is for, and the backend for every other one. The
+    #: compiler chooses between them.
+    elsewhere = ("tpu", "xla")
+
+    def __init__(self, stages: Any = None) -> None:
+        """``stages``: another module of the functions in ``kernels.stages``, to test what a fault in one does."""
+        self._stages = stages
+
+    @property
+    def stages(self) -> Any:
+        """The functions that the kernel is made of."""
+        if self._stages is None:
+            from .kernels import stages
+
+            return stages
+        return self._stages
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here, or None. A TPU need not be here: a traced call may be compiled for one."""
+        if importlib.util.find_spec("jax") is None:
+            return "jax is not installed; `pip install 'portable-gdn[tpu]'` brings it."
+        return None
+
+    def not_here(self) -> str | None:
+        """Why no array of this process can be computed by it, though programs may be compiled for where it can."""
+        why = self.unavailable()
+        if why is None:
+            import jax
+
+            if jax.default_backend() != "tpu":
+                why = "no TPU is here; 'pallas-interpret' runs the same kernel on a CPU"
+        return why
+
+    def refuses(self, signature: Signature) -> str | None:
+        """Why it cannot compute this call, or None."""
+        if signature.device not in ("tpu", "traced"):
+            return (
+                f"these arrays are on {signature.device}, and it is for TPUs; "
+                "'pallas-interpret' runs the same kernel on a CPU"
+            )
+        return _refuses(signature)
+
+    def _interpret(self) -> Any:
+        return False
+
+    def run(self, problem: Problem) -> Result:
+        """Compute; differentiable through the xla backend. Traced operands leave the choice between both to XLA."""
+        from .calls import compute
+
+        return Result(*compute(problem.signature, self._interpret(), self.stages, _by_xla, problem.operands))
+
+    def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
+        """The kernel's result, and the operands' cotangents by the xla backend."""
+        return self.run(problem), _xla().gradients(problem, cotangents)[1]
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The stages of every chunk, by name; see ``calls.probe``. For calls without packed sequences."""
+        from .calls import probe
+
+        return probe(problem.signature, self._interpret(), self.stages, problem.operands)
+
+    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """numpy arrays as JAX arrays."""
+        import jax.numpy as jnp
+
+        return {name: jnp.asarray(a) for name, a in operands.items()}
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """A JAX array as numpy."""
+        return np.asarray(array)
+
+    def rounding(self, signature: Signature) -> Rounding:
+        """What the kernel rounds, and on a TPU what xla's gradients round there."""
+        kept = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision]
+        if signature.device == "cpu":  # where xla rounds nothing
+            kept = {name: format for name, format in kept.items() if name in _OPERANDS}
+        return Rounding(kept, plan(signature).C)
+
+
+class Interpreted(Pallas):
+    """The same kernel by Pallas' interpreters, on whatever XLA runs on."""
+
+    name = "pallas-interpret"
+    auto = False
+    priority = 91
+    slow = True
+    elsewhere = None
+    quick_cases = (
+        "one token",
+        "no tokens",
+        "a chunk and a token",
+        "DeltaNet",
+        "bfloat16, 64 x 96",
+        "gates one -inf",
+        "gates -20 each",
+        "one key, beta 1.998, bfloat16",
+        "packed",
+        "packed with empties",
+        "left padding",
+        "mixer",
+        "qwen3_next layer",
+    )
+
+    def refuses(self, signature: Signature) -> str | None:
+        """Why it cannot compute this call, or None."""
+        return _refuses(signature)
+
+    def not_here(self) -> str | None:
+        """Interpreters run wherever jax is."""
+        return self.unavailable()
+
+    def _interpret(self) -> Any:
+        chosen = os.environ.get(INTERPRETER, "generic")
+        if chosen == "generic":
+            return True
+        if chosen != "tpu":
+            raise GdnError(f"{INTERPRETER} is {chosen!r}; it must be 'generic' or 'tpu'.")
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+
+
+def _refuses(s: Signature) -> str | None:
+    """Why the kernel cannot compute this call on any device, or None."""
+    if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]):
+        return f"its kernel computes GDN and DeltaNet (one decay and one beta a head), and this is {s.variant.name}"
+    if s.step:
+        return "its kernel is for whole sequences; 'xla' runs a step"
+    if s.dtype == "float16":
+        return "TPU kernels cannot load float16; 'xla' takes it, or give bfloat16 or float32"
+    if s.has("segment_ids"):
+        return "its kernel does not take segment_ids; pack the segments with cu_seqlens, or take 'xla'"
+    if s.B * s.T == 0:
+        return None
+    p = plan(s)
+    if p.vmem > VMEM_LIMIT:
+        return (
+            f"a step of its kernel would need {p.vmem / 2**20:.0f} MiB of VMEM for {p.heads} value heads of "
+            f"{s.K} x {s.V} with chunks of {p.C} tokens, and may use {VMEM_LIMIT >> 20}"
+        )
+    if p.table_bytes > TABLE_LIMIT:
+        return (
+            f"its table of {p.chunks} chunks would need {p.table_bytes >> 10} KiB of scalar memory, "
+            f"and may use {TABLE_LIMIT >> 10}; split the call by rows or sequences"
+        )
+    return None
+
+
+PALLAS = Pallas()
+PALLAS_INTERPRET = Interpreted()

@@ -1,0 +1,119 @@
+"""A whole call around the kernel: what lies before the rule, the kernel, the output's form, and the gradient's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..spec.evaluate import DIFFERENTIABLE
+from ..spec.problem import Signature
+from ..spec.prologue import finish, prepare, swap_state
+from .kernels.forward import forward
+from .plan import plan
+
+__all__ = ["compute", "probe"]
+
+Array = Any
+Outputs = tuple[Array, Array | None, Array | None]
+
+#: Computes the same call without the kernel: where there is no TPU, and for gradients.
+Other = Callable[[Signature, dict[str, Array]], Outputs]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def compute(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Outputs:
+    """o, states and convolution state of a call, in the caller's layout and dtypes.
+
+    Args:
+        interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
+        stages: the functions that the kernel is made of.
+        other: differentiated for gradients; and if the operands are traced and not interpreted, what the compiler takes
+            for anything but a TPU.
+    """
+    return _call(s, interpret, stages, other, operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _call(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Outputs:
+    def kernel(operands: dict[str, Array]) -> Outputs:
+        return _by_kernel(s, interpret, stages, operands)[0]
+
+    if s.traced and interpret is False:  # what it will run on is the compiler's to know
+        return lax.platform_dependent(operands, tpu=kernel, default=partial(other, s))
+    return kernel(operands)
+
+
+def _forward(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Any:
+    return _call(s, interpret, stages, other, operands), operands
+
+
+def _backward(s: Signature, interpret: Any, stages: Any, other: Other, operands: Any, cotangents: Any) -> Any:
+    smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
+    _, pull = jax.vjp(lambda smooth: other(s, {**operands, **smooth}), smooth)
+    return ({**dict.fromkeys(operands), **pull(cotangents)[0]},)
+
+
+_call.defvjp(_forward, _backward)
+
+
+def _by_kernel(
+    s: Signature, interpret: Any, stages: Any, operands: dict[str, Array], probed: bool = False
+) -> tuple[Outputs, dict[str, Array]]:
+    p, x = plan(s), prepare(jnp, s, operands)
+    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
+    # What the products would round anyway is rounded before it travels; v only where it is exact.
+    keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
+    values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
+    bounds = operands.get("cu_seqlens")
+    o, state, stage = forward(
+        p,
+        x.q.astype(keys),
+        x.k.astype(keys),
+        x.v.astype(values),
+        x.g[..., 0],
+        x.b[..., 0],
+        S,
+        bounds,
+        interpret=interpret,
+        stages=stages,
+        probe=probed,
+    )
+    if bounds is not None:  # boundaries that nobody could check: no chunk has been where no sequence is
+        o = jnp.where((jnp.arange(s.T) < jnp.asarray(bounds)[-1])[:, None, None], o, jnp.zeros((), o.dtype))
+    return (
+        finish(jnp, s, operands, o),
+        swap_state(jnp, s, state) if s.output_final_state else None,
+        x.conv_state,
+    ), stage
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, Array]:
+    return _by_kernel(s, interpret, stages, operands, probed=True)[1]
+
+
+def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, tuple[Array, ...]]:
+    """The kernel's stages of every chunk of a call without packed sequences, under the names of ``spec.stages.STAGES``.
+
+    Returns:
+        What ``spec.chunkwise.stage_chunk`` returns of one chunk, with [B, chunks a row, HV] before it, float32. ``wy``
+        is derived, since the kernel never forms it. A row's last chunk is filled up with zeros to the chunk size.
+    """
+    if s.packed:
+        raise NotImplementedError("stages of packed sequences: their chunks are not of one length")
+    found = _probe(s, interpret, stages, operands)
+    x = {name: jnp.reshape(a, (s.B, -1, *a.shape[1:])) for name, a in found.items()}
+    return {
+        "decay": (x["G"], x["count"]),
+        "scores": (x["Akk"], x["Aqk"]),
+        "inverse": (x["T"],),
+        "wy": (x["U"], x["W"]),
+        "state": (x["S"], x["after"]),
+        "delta": (x["Vn"],),
+        "output": (x["o"],),
+    }

@@ -1,0 +1,1 @@
+"""Pallas kernels, one a file, and the functions on values that they are made of."""

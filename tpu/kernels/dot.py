@@ -1,0 +1,87 @@
+"""The product inside a kernel: what is rounded, and how, stands in the program.
+
+On a TPU a float32 product left to itself is one pass of bfloat16, and an interpreter computes it in float32: only
+operands rounded here, and a precision stated for every product, make both do the same arithmetic. Three passes are
+written out because not every Mosaic takes ``Precision.HIGH``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...spec.precision import DEFAULT, FAST, HIGHEST
+
+__all__ = ["KEPT", "KernelProduct"]
+
+Array = Any
+
+#: What each operand keeps by the precision of the call; "bfloat16x3" is a sum of two bfloat16 halves, 16 bits.
+KEPT: Mapping[str, Mapping[str, str]] = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}
+
+_DIMENSIONS = {"nn": ((2,), (1,)), "nt": ((2,), (2,)), "tn": ((1,), (1,))}
+
+
+class KernelProduct:
+    """Products over the last two dimensions of float32 values, operands rounded by name; a ``spec.stages.Product``.
+
+    Leading dimensions broadcast: [.., M, K] times [.., K, N] is [.., M, N] float32.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self.kept = KEPT[precision]
+
+    def __call__(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+        """a b."""
+        return self._product("nn", a, b, name_a, name_b)
+
+    def right_transposed(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+        """a b^T, [.., M, K] with [.., N, K]."""
+        return self._product("nt", a, b, name_a, name_b)
+
+    def left_transposed(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+        """a^T b, [.., K, M] with [.., K, N]."""
+        return self._product("tn", a, b, name_a, name_b)
+
+    def _product(self, form: str, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+        lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        left, right = self._parts(_flat(a, lead), name_a), self._parts(_flat(b, lead), name_b)
+        # The product of the two low halves is below what is kept; the small terms are added up first.
+        pairs = [(x, y) for i, x in enumerate(left) for j, y in enumerate(right) if i + j < 2]
+        out = (
+            sum(_dot(form, x, y) for x, y in pairs[1:]) + _dot(form, *pairs[0]) if pairs[1:] else _dot(form, *pairs[0])
+        )
+        return jnp.reshape(out, (*lead, *out.shape[-2:]))
+
+    def _parts(self, x: Array, name: str) -> list[Array]:
+        """What enters the passes: x itself, its rounding, or its two halves, the larger first."""
+        kept = self.kept.get(name, "float32")
+        if kept == "float32":
+            return [x]
+        high = x.astype(jnp.bfloat16)
+        if kept == "bfloat16":
+            return [high]
+        return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+
+
+def _flat(x: Array, lead: tuple[int, ...]) -> Array:
+    """The leading dimensions as one, since Mosaic batches over one."""
+    if x.shape[:-2] != lead:
+        x = jnp.broadcast_to(x, (*lead, *x.shape[-2:]))
+    return jnp.reshape(x, (-1, *x.shape[-2:]))
+
+
+def _dot(form: str, a: Array, b: Array) -> Array:
+    if a.dtype != b.dtype:  # a half-precision operand beside one that keeps float32
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    exact = a.dtype == jnp.float32
+    return lax.dot_general(
+        a,
+        b,
+        (_DIMENSIONS[form], ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

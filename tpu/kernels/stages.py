@@ -1,0 +1,126 @@
+"""The stages as functions of values in VMEM, for the kernel and its probes.
+
+Shapes as in ``spec.stages``: leading dimensions (key heads, value heads a key head), then [C, ...] of one chunk. What
+is written here anew is what Mosaic does not lower from the specification's text (cumulative sums, transposes of
+columns, blocks of a few rows); ``delta`` and ``output`` are the specification's own. A kernel takes this module, or
+another with the same names, as its argument.
+
+Products are ``dot.KernelProduct``: they multiply by a transpose without forming it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from ...spec import stages as spec
+from .dot import KernelProduct
+
+__all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]
+
+Array = Any
+
+
+def _index(shape: tuple[int, ...], axis: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _square(size: int) -> tuple[Array, Array]:
+    """Row and column numbers [C, C]."""
+    return _index((size, size), 0), _index((size, size), 1)
+
+
+def decay(g: Array) -> tuple[Array, Array]:
+    """Sum of the log decays since the last reset, and the number of resets so far, both inclusive.
+
+    Args:
+        g: [C, n], a column a value head.
+
+    Returns:
+        G [C, n] and count [C, n] as floats. The sums are those of ``spec.stages.decay``, bit for bit: doubling steps
+        that do not cross a reset.
+    """
+    reset = g < spec.RESET
+    row = _index(g.shape, 0)
+    G, count, step = jnp.where(reset, 0.0, g), jnp.where(reset, 1.0, 0.0), 1
+    while step < g.shape[0]:
+        count = count + jnp.where(row >= step, pltpu.roll(count, step, 0), 0.0)
+        step *= 2
+    step = 1
+    while step < g.shape[0]:
+        same = (row >= step) & (count == pltpu.roll(count, step, 0))
+        G = G + jnp.where(same, pltpu.roll(G, step, 0), 0.0)
+        step *= 2
+    return G, count
+
+
+def _across_lanes(x: Array) -> Array:
+    """A column [.., C, 1] as a row [.., 1, C], by a sum over the diagonal: exact, and lowered everywhere."""
+    row, column = _square(x.shape[-2])
+    return jnp.sum(jnp.where(row == column, x, 0.0), axis=-2, keepdims=True)
+
+
+def pair_decay(G: Array, count: Array) -> Array:
+    """exp(G_i - G_j) for i >= j with no reset between them, else 0: [.., C, C] from columns [.., C, 1]."""
+    row, column = _square(G.shape[-2])
+    keep = (row >= column) & (count == _across_lanes(count))
+    return jnp.exp(jnp.where(keep, G - _across_lanes(G), -jnp.inf))  # masked before exp: 0 * inf is NaN
+
+
+def scores(
+    mm: KernelProduct, q: Array, k: Array, b: Array, G: Array, count: Array, scale: float
+) -> tuple[Array, Array]:
+    """Decayed scores Akk (strictly lower, with b) and Aqk (lower, with scale), [.., C, C] each.
+
+    Args:
+        q, k: [.., C, K]; b, G, count: [.., C, 1].
+    """
+    D = pair_decay(G, count)
+    row, column = _square(k.shape[-2])
+    Akk = jnp.where(row > column, b * mm.right_transposed(k, k, "k", "k") * D, 0.0)
+    return Akk, scale * mm.right_transposed(q, k, "q", "k") * D
+
+
+def inverse(mm: KernelProduct, Akk: Array) -> Array:
+    """T = (I + Akk)^-1 [.., C, C], by the ladder of ``spec.stages.inverse`` on whole tiles.
+
+    With X the inverse of the diagonal blocks of s rows and L the blocks of Akk that join pairs of them, the inverse of
+    the blocks of 2 s rows is X - X L X. All else is zeros, so these are the sums of the blocks themselves; powers of
+    Akk never appear.
+    """
+    row, column = _square(Akk.shape[-1])
+    apart = row ^ column  # in [s, 2 s) where row and column lie in the two halves of one block of 2 s
+    X = jnp.where(row == column, 1.0, jnp.where(apart == 1, -Akk, 0.0))
+    size = 2
+    while size < Akk.shape[-1]:
+        L = jnp.where((apart >= size) & (apart < 2 * size), Akk, 0.0)
+        X = X - mm(mm(X, L, "T", "A"), X, "T", "T")
+        size *= 2
+    return X
+
+
+def wy(
+    mm: KernelProduct, T: Array, k: Array, v: Array, b: Array, w: Array, G: Array, count: Array
+) -> tuple[Array, Array]:
+    """U [.., C, V] and W [.., C, K], which the kernel never forms: its own T applied to their right sides."""
+    return spec.wy(jnp, mm, T, k, v, b, w, G, count)
+
+
+def delta(
+    mm: KernelProduct, T: Array, k: Array, v: Array, b: Array, w: Array, G: Array, count: Array, S: Array
+) -> Array:
+    """Vn = T (w * v - (b * k * exp G) S) [.., C, V], with S [.., K, V] the state at the chunk's start."""
+    return spec.delta_direct(jnp, mm, T, k, v, b, w, G, count, S)
+
+
+def output(mm: KernelProduct, q: Array, Aqk: Array, Vn: Array, G: Array, count: Array, S: Array, scale: float) -> Array:
+    """o = scale (q * exp G) S + Aqk Vn [.., C, V]."""
+    return spec.output(jnp, mm, q, Aqk, Vn, G, count, S, scale)
+
+
+def state(mm: KernelProduct, k: Array, Vn: Array, G: Array, count: Array, S: Array) -> Array:
+    """The state after the chunk, [.., K, V]; Vn is scaled instead of k, which then enters as exact as it came."""
+    return spec.across(jnp, G, count) * S + mm.left_transposed(k, spec.to_end(jnp, G, count) * Vn, "k", "Vn")

@@ -1,0 +1,123 @@
+"""How a call is cut for the kernel: tokens a chunk, heads a grid step, and whether that fits into VMEM. No jax here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..spec.problem import Signature
+
+__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "plan"]
+
+#: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
+CHUNK = 128
+#: Below 16 rows a tile of bfloat16 would not be filled.
+SHORTEST = 16
+#: Value heads that share a grid step, at most: enough independent chains to hide one behind the other, and a program
+#: that still compiles in seconds.
+HEADS = 8
+#: Bytes of VMEM that a grid step may use: v5p and v7x have 64 MiB a core, and the compiler wants some for itself.
+VMEM_LIMIT = 48 << 20
+#: Bytes of scalar memory that the table of chunks may use; a core has 1 MiB.
+TABLE_LIMIT = 768 << 10
+LANES = 128
+
+
+class Plan(NamedTuple):
+    """The kernel's static numbers.
+
+    B rows, T tokens, N states, H key heads, R value heads a key head, K and V channels, C tokens a chunk (a power of
+    two), P key heads a grid step; ``q_bytes`` and ``v_bytes`` an element of q, k and of v, o; scale and precision.
+    """
+
+    B: int
+    T: int
+    N: int
+    H: int
+    R: int
+    K: int
+    V: int
+    C: int
+    P: int
+    q_bytes: int
+    v_bytes: int
+    scale: float
+    precision: str
+    packed: bool
+
+    @property
+    def heads(self) -> int:
+        """Value heads a grid step."""
+        return self.P * self.R
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads, the grid's first dimension."""
+        return self.H // self.P
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of C tokens a row; the last one may reach beyond T."""
+        return -(-self.T // self.C)
+
+    @property
+    def chunks(self) -> int:
+        """Entries of the table, the grid's second dimension: a boundary cuts a block in two at most once each."""
+        return self.blocks + self.N - 1 if self.packed else self.B * self.blocks
+
+    @property
+    def vmem(self) -> int:
+        """Estimated bytes of VMEM a grid step: blocks twice (they are fetched ahead), scratch, and values."""
+        lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
+        C, heads = self.C, self.heads
+        tokens = C * (2 * lanes(self.P * self.K) * self.q_bytes + 2 * lanes(heads * self.V) * self.v_bytes)
+        gates = 2 * C * lanes(heads) * 4
+        state = heads * self.K * lanes(self.V) * 4
+        values = heads * C * (8 * lanes(C) + 3 * lanes(self.K) + 6 * lanes(self.V)) * 4
+        return 2 * (tokens + gates + 2 * state) + state + values + 2 * state
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of chunks."""
+        return 20 * self.chunks
+
+
+def plan(s: Signature) -> Plan:
+    """The plan of a call: the longest chunks that fit, unless the call names their length, and then the most heads.
+
+    Whoever runs it checks ``vmem`` and ``table_bytes`` first: where nothing fits, this is the smallest there is.
+    """
+    size = min(s.chunk_size or CHUNK, max(SHORTEST, 1 << (s.T - 1).bit_length()))
+    while True:
+        choices = [_plan(s, size, P) for P in range(1, s.H + 1) if _legal(s, P)]
+        fits = [p for p in choices if p.vmem <= VMEM_LIMIT]
+        if fits:
+            few = [p for p in fits if p.heads <= HEADS]
+            return few[-1] if few else fits[0]
+        if s.chunk_size is not None or size == SHORTEST:
+            return choices[0]
+        size //= 2
+
+
+def _legal(s: Signature, P: int) -> bool:
+    """Whether P key heads may share a block: whole registers of lanes, or the whole array."""
+    widths = (P * s.K, P * (s.HV // s.H) * s.V)
+    return s.H % P == 0 and (s.H == P or all(width % LANES == 0 for width in widths))
+
+
+def _plan(s: Signature, size: int, P: int) -> Plan:
+    return Plan(
+        B=s.B,
+        T=s.T,
+        N=s.N,
+        H=s.H,
+        R=s.HV // s.H,
+        K=s.K,
+        V=s.V,
+        C=size,
+        P=P,
+        q_bytes=4 if s.precision == "highest" else 2,  # products round q and k to bfloat16, or nothing
+        v_bytes=2 if s.dtype == "bfloat16" and s.conv is None else 4,  # v is in sums, and kept as it is
+        scale=s.scale,
+        precision=s.precision,
+        packed=s.packed,
+    )
