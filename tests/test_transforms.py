@@ -152,7 +152,7 @@ def test_explain_under_jit(jx):
         return x["q"]
 
     function(jx)
-    assert found[0].backend == "xla"
+    assert found[0].backend == "pallas"
     assert "traced" in str(found[0])
     assert {"torch", "numpy"} <= {name for name, _ in found[0].passed_over}
 
