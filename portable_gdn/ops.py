@@ -1,36 +1,50 @@
-"""FLA's operations by FLA's names, on our call: for torch tensors and JAX arrays, changing the import is the port.
+"""FLA's operations under FLA's names, on our call: for torch tensors and JAX arrays, changing the import is the port.
 
-Parameters, their order, defaults and returns are those of flash-linear-attention 0.6.0 (a test compares them). Shapes:
-q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV] or, for KDA and GDN-2, [B, T, HV, K], natural log; beta [B, T, HV];
-b [B, T, HV, K]; w [B, T, HV, V]; states [N, HV, K, V] float32, or [N, HV, V, K] with ``state_v_first``. Each returns
-(o [B, T, HV, V] in v's dtype, final states or None).
+Names, order, defaults and returns are those of flash-linear-attention 0.6.0 (a test compares the signatures). Shapes,
+with B rows, T tokens, N states (B, or the number of packed sequences), H key heads and HV value heads, a multiple of H:
 
-What differs: ``fused_recurrent_*`` are the same computation as ``chunk_*`` here, with gradients, where FLA's raise or
-detach. ``lower_bound`` together with ``use_gate_in_kernel`` chooses the bounded gate, as in FLA; without that it is
-ignored, as in FLA. ``safe_gate``, ``disable_recompute``, ``cu_seqlens_cpu``, ``chunk_indices`` and ``max_num_seqs``
-change no numbers and are accepted. What FLA takes and this package does not offer (``gv``, ``cp_context``,
-``use_graph``, ``return_intermediate_states``) is refused unless it is None or False, and so is every unknown keyword,
-which FLA accepts without a word, and ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``, which FLA ignores.
+q, k [B, T, H, K] and v [B, T, HV, V], of one dtype; g [B, T, HV], or [B, T, HV, K] for KDA and GDN-2, natural log;
+beta [B, T, HV]; b [B, T, HV, K]; w [B, T, HV, V]; A_log [HV]; dt_bias [HV], or [HV * K] for KDA and GDN-2; states
+[N, HV, K, V], or [N, HV, V, K] with ``state_v_first``.
+
+Every operation returns (o [B, T, HV, V] in v's dtype, final states in float32 or None) and takes any number of tokens,
+one too. ``fused_recurrent_*`` is the same computation as ``chunk_*`` here, and has gradients: of FLA's, that of
+DeltaNet has them, that of Gated DeltaNet raises, and those of KDA and GDN-2 return detached outputs.
+
+- The gate of KDA and GDN-2 is bounded where ``lower_bound`` comes with ``use_gate_in_kernel``. Without that
+  ``lower_bound`` is ignored, as by FLA. ``safe_gate`` has no part in the mathematics.
+- Taken and ignored, since they change no numbers: ``safe_gate``, ``disable_recompute``, ``max_num_seqs``, and beside
+  ``cu_seqlens`` its copies ``cu_seqlens_cpu`` and ``chunk_indices``.
+- Not offered, and refused unless left at None or False: ``gv``, ``cp_context``, ``use_graph``,
+  ``return_intermediate_states``.
+- Refused where FLA says nothing: unknown keywords, gates of H instead of HV heads, an operand that is None,
+  ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``. Whatever ``gated_delta_rule`` refuses is refused here.
+- ``transpose_state_layout``, the old name of ``state_v_first``, is taken with a DeprecationWarning, as by FLA.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .api import BoundedGate, SoftplusGate, gated_delta_rule
+from .api import BoundedGate, Gate, SoftplusGate, gated_delta_rule
 from .door import library_of
 from .spec.errors import GdnError, bad
+from .spec.gates import sigmoid
 
 __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gdn",
     "chunk_gdn2",
     "chunk_kda",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",
 ]
@@ -38,77 +52,157 @@ __all__ = [
 Array = Any
 Pair = tuple[Array, Array | None]
 
-#: Documented keywords that FLA takes through ``**kwargs``.
-_GATE = ("use_gate_in_kernel", "A_log", "dt_bias")
+# What FLA takes through **kwargs, where a misspelt name would go unseen.
 _LAYOUT = ("transpose_state_layout", "head_first")
+_KEYWORDS = {
+    "chunk_gated_delta_rule": ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", *_LAYOUT),
+    "fused_recurrent_gated_delta_rule": _LAYOUT,
+    "chunk_kda": ("A_log", "dt_bias", "chunk_size", *_LAYOUT),
+    "fused_recurrent_kda": _LAYOUT,
+    "chunk_gdn2": ("A_log", "dt_bias", "chunk_size", *_LAYOUT),
+    "fused_recurrent_gdn2": _LAYOUT,
+    "chunk_delta_rule": ("chunk_size", "head_first"),
+}
+
+# Our words in a refusal, and FLA's for them.
+_WORDS = (
+    (r"\bgate\.", ""),
+    (r"\berase\b", "b"),
+    (r"\bwrite\b", "w"),
+    (r"\bqk_l2norm\b", "use_qk_l2norm_in_kernel"),
+    (r"\bstate_layout='vk'", "state_v_first=True"),
+    (r"\bstate_layout='kv'", "state_v_first=False"),
+)
 
 
-def _offered(**given: Any) -> None:
-    """Refuse what is not offered unless it is left at None or False."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise bad(
-                name, f"{value if isinstance(value, (bool, int, str)) else 'given'}", "be left out: it is not offered"
-            )
-
-
-def _keywords(op: str, given: Mapping[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+def _keywords(op: str, given: Mapping[str, Any], state_v_first: bool = False) -> Mapping[str, Any]:
+    """The keywords beside the parameters, none of them unknown."""
     for name in given:
-        if name not in allowed:
-            known = ", ".join(allowed) if allowed else "none"
-            raise GdnError(f"{name} is not a keyword of {op}; beside its parameters it takes {known}.")
+        if name not in _KEYWORDS[op]:
+            raise GdnError(f"{name} is no keyword of {op}; beside its parameters it takes {', '.join(_KEYWORDS[op])}.")
     if given.get("head_first"):
         raise bad("head_first", "True", "be False: tokens stand before heads, [B, T, H, K]")
-    return dict(given)
+    if "transpose_state_layout" in given:
+        old = given["transpose_state_layout"]
+        if state_v_first and not old:
+            raise bad("transpose_state_layout", repr(old), "agree with state_v_first, whose old name it is")
+        warnings.warn(
+            "transpose_state_layout is the old name of state_v_first.", DeprecationWarning, stacklevel=3
+        )  # of whoever called the operation
+    return given
 
 
-def _beta(beta: Array | None, v: Array, sigmoid: bool, negative: bool) -> Array:
-    """The gate that the rule takes: ones if None, activated in float32 if asked for."""
-    if negative and not sigmoid:
-        raise bad(
-            "allow_neg_eigval", "True without use_beta_sigmoid_in_kernel", "come with it: beta is 2 sigmoid(beta)"
-        )
-    library = library_of(v)
-    if beta is None:
-        shape = v.shape[:-1]
-        if library == "torch":
-            return v.new_ones(shape)
-        if library == "jax":
-            import jax.numpy as jnp
+def _not_offered(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            was = repr(value) if isinstance(value, (bool, int, str)) else "given"
+            raise bad(name, was, "be left out: portable-gdn does not offer it")
 
-            return jnp.ones(shape, jnp.float32)
-        return np.ones(shape, np.float32)
-    if not sigmoid:
+
+def _copies(cu_seqlens: Array | None, **copies: Any) -> None:
+    """What only repeats the boundaries is ignored, but not in their place."""
+    for name, value in copies.items():
+        if cu_seqlens is None and value is not None:
+            raise bad(name, "given without cu_seqlens", "come with cu_seqlens, of which it is a copy")
+
+
+def _float32(x: Array) -> Array:
+    return x.float() if library_of(x) == "torch" else x.astype(np.float32)
+
+
+def _operand(name: str, x: Array | None, like: Array, channel: str = "", hint: str = "") -> Array:
+    """An operand that FLA's operation cannot do without, of its granularity: by head, or by channels as ``like``."""
+    form = f"[B, T, HV, {channel}]" if channel else "[B, T, HV]"
+    if x is None:
+        raise bad(name, "None", f"be an array {form}")
+    if library_of(x) is None or library_of(like) is None:
+        return x  # what it is instead is said at the door
+    shape = tuple(x.shape)
+    if len(shape) != (4 if channel else 3) or (channel and shape[-1:] != tuple(like.shape[-1:])):
+        raise bad(name, f"of shape [{', '.join(map(str, shape))}]", f"have shape {form}{hint}")
+    return x
+
+
+def _beta(beta: Array | None, v: Array, activate: bool, negative: bool, optional: bool = False) -> Array:
+    """beta as the rule takes it: activated in float32 if asked for, ones in place of an optional None."""
+    if negative and not activate:
+        raise bad("allow_neg_eigval", "True without use_beta_sigmoid_in_kernel", "come with it: beta is 2 sigmoid(b)")
+    if beta is None and optional:
+        if activate:
+            raise bad("beta", "None", "be given with use_beta_sigmoid_in_kernel")
+        library = library_of(v)
+        if library is None:
+            return None  # v is refused at the door
+        return v.new_ones(v.shape[:-1]) if library == "torch" else np.ones(v.shape[:-1], np.float32)
+    beta = _operand("beta", beta, v)
+    if not activate or library_of(beta) is None:
         return beta
-    if library == "torch":
-        activated = beta.float().sigmoid()
-    elif library == "jax":
-        import jax
+    raw = _float32(beta)
+    match library_of(beta):
+        case "torch":
+            activated = raw.sigmoid()
+        case "jax":
+            import jax
 
-        activated = jax.nn.sigmoid(beta.astype(np.float32))
-    else:
-        activated = 1 / (1 + np.exp(-beta.astype(np.float32)))
+            activated = jax.nn.sigmoid(raw)
+        case _:
+            activated = sigmoid(np, raw)
     return 2 * activated if negative else activated
 
 
-def _gate(use: bool, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None) -> Any:
+def _flat(x: Array) -> Array:
+    """FLA's kernels take a gate's parameters in any shape of as many elements; checkpoints have [1, 1, HV, 1]."""
+    return x if library_of(x) is None or len(x.shape) == 1 else x.reshape(-1)
+
+
+def _gate(
+    use: bool, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None = None, safe_gate: bool = False
+) -> Gate | None:
+    """The activation that FLA's parameters mean."""
     if not use:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
                 raise bad(name, "given without use_gate_in_kernel", "come with use_gate_in_kernel=True, or be left out")
         return None
-    if lower_bound is None:
-        if A_log is None:
-            raise bad("A_log", "None", "be given with use_gate_in_kernel, unless there is a lower_bound")
-        return SoftplusGate(A_log, dt_bias)
-    return BoundedGate(A_log, dt_bias, lower_bound)
+    if lower_bound is not None:
+        return BoundedGate(_flat(A_log), _flat(dt_bias), lower_bound)
+    if safe_gate:
+        raise bad("lower_bound", "None", "be given with safe_gate=True and use_gate_in_kernel=True")
+    if A_log is None:
+        raise bad("A_log", "None", "be an array [HV] with use_gate_in_kernel=True, unless there is a lower_bound")
+    return SoftplusGate(_flat(A_log), _flat(dt_bias))
 
 
-def _layout(state_v_first: bool, more: Mapping[str, Any]) -> str:
-    old = more.get("transpose_state_layout")
-    if old is not None and state_v_first and not old:
-        raise bad("transpose_state_layout", repr(old), "agree with state_v_first, whose old name it is")
-    return "vk" if state_v_first or old else "kv"
+def _rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None,
+    *,
+    initial_state: Array,
+    state_v_first: bool = False,
+    more: Mapping[str, Any],
+    **options: Any,
+) -> Pair:
+    """The call itself; refusals come back in FLA's words."""
+    if library_of(initial_state) is not None and str(initial_state.dtype).endswith("float16"):
+        initial_state = _float32(initial_state)  # bfloat16 too; exact, and what FLA's kernels do
+    try:
+        return gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            initial_state=initial_state,
+            state_layout="vk" if state_v_first or more.get("transpose_state_layout") else "kv",
+            chunk_size=more.get("chunk_size"),
+            **options,
+        )
+    except GdnError as error:
+        sentence = str(error)
+        for ours, theirs in _WORDS:
+            sentence = re.sub(ours, theirs, sentence)
+        raise GdnError(sentence) from error
 
 
 def chunk_gated_delta_rule(
@@ -130,14 +224,40 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet. Keywords beside: use_gate_in_kernel, A_log [HV], dt_bias [HV], chunk_size."""
-    more = _keywords("chunk_gated_delta_rule", kwargs, (*_GATE, "chunk_size", *_LAYOUT))
-    _offered(cp_context=cp_context)
-    return gated_delta_rule(
-        q, k, v, g, beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale=scale,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more), chunk_size=more.get("chunk_size"),
-        gate=_gate(more.get("use_gate_in_kernel", False), more.get("A_log"), more.get("dt_bias"), None),
+    """Gated DeltaNet. FLA has it as ``chunk_gdn`` too.
+
+    Args:
+        q, k: [B, T, H, K], float32, bfloat16 or float16, as v.
+        v: [B, T, HV, V].
+        g: [B, T, HV], log decay, or with ``use_gate_in_kernel`` the raw projection.
+        beta: [B, T, HV].
+        scale: of the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V]; float32, or 16 bits, which are widened as FLA does.
+        output_final_state: whether to return the final states.
+        use_qk_l2norm_in_kernel: whether to normalise q and k: x / sqrt(sum x^2 + 1e-6).
+        use_beta_sigmoid_in_kernel: whether beta is raw and enters as sigmoid(beta), computed in float32.
+        allow_neg_eigval: whether it enters as 2 sigmoid(beta); only with ``use_beta_sigmoid_in_kernel``.
+        state_v_first: whether states, given and returned, are [N, HV, V, K].
+        cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1).
+        cu_seqlens_cpu, chunk_indices: ignored.
+        cp_context: not offered.
+        **kwargs: ``use_gate_in_kernel`` (False): g enters as -exp(A_log) softplus(g + dt_bias), in float32;
+            ``A_log`` and ``dt_bias`` [HV]; ``chunk_size``, a power of two from 16 to 256.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: an argument is wrong or not offered, or a keyword unknown.
+    """
+    more = _keywords("chunk_gated_delta_rule", kwargs, state_v_first)
+    _not_offered(cp_context=cp_context)
+    _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices)
+    return _rule(
+        q, k, v, _operand("g", g, v), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        gate=_gate(more.get("use_gate_in_kernel", False), more.get("A_log"), more.get("dt_bias")),
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -162,18 +282,39 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet. The fifth parameter is ``gk`` [B, T, HV, K], a decay by channel on top of g; beta None is 1."""
-    more = _keywords("fused_recurrent_gated_delta_rule", kwargs, _LAYOUT)
-    _offered(gv=gv)
-    if gk is not None and use_gate_in_kernel:
-        raise bad("gk", "given with use_gate_in_kernel", "be left out, or g activated before the call and added to it")
+    """Gated DeltaNet, with gradients, where FLA's raises. FLA has it as ``fused_recurrent_gdn`` too.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V].
+        g: [B, T, HV], log decay by head; None keeps everything.
+        gk: [B, T, HV, K], log decay by channel, on top of g; not with ``use_gate_in_kernel``. It is the fifth
+            parameter: beta is given by name.
+        gv: not offered.
+        beta: [B, T, HV]; None is 1.
+        A_log, dt_bias: [HV].
+        The rest as in ``chunk_gated_delta_rule``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("fused_recurrent_gated_delta_rule", kwargs, state_v_first)
+    _not_offered(gv=gv)
+    if g is not None:
+        g = _operand("g", g, v)
     if gk is not None:
-        g = gk if g is None else g[..., None] + gk
-    return gated_delta_rule(
-        q, k, v, g, beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale=scale,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more),
-        gate=_gate(use_gate_in_kernel, A_log, dt_bias, None),
+        gk = _operand("gk", gk, q, "K", "; beta is not the fifth parameter, and is given by name")
+        if use_gate_in_kernel:
+            raise bad("gk", "given with use_gate_in_kernel", "be left out, or added to a g that is activated before")
+        both = library_of(g) is not None and library_of(gk) is not None
+        g = gk if g is None else _float32(g)[..., None] + _float32(gk) if both else g
+    return _rule(
+        q, k, v, g, beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval, optional=True),
+        gate=_gate(use_gate_in_kernel, A_log, dt_bias), scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -202,14 +343,35 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Kimi Delta Attention. Keywords beside: A_log [HV], dt_bias [HV * K], chunk_size."""
-    more = _keywords("chunk_kda", kwargs, ("A_log", "dt_bias", "chunk_size", *_LAYOUT))
-    _offered(cp_context=cp_context, use_graph=use_graph, return_intermediate_states=return_intermediate_states)
-    return gated_delta_rule(
-        q, k, v, g, beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale=scale,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more), chunk_size=more.get("chunk_size"),
-        gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound),
+    """Kimi Delta Attention.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V].
+        g: [B, T, HV, K], log decay by channel, or with ``use_gate_in_kernel`` the raw projection.
+        beta: [B, T, HV].
+        use_gate_in_kernel: g enters as -exp(A_log) softplus(g + dt_bias), or if there is a ``lower_bound`` as
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)), in float32.
+        safe_gate: changes nothing; as in FLA it demands a ``lower_bound`` where ``use_gate_in_kernel`` is set.
+        lower_bound: in [-5, 0); ignored without ``use_gate_in_kernel``.
+        disable_recompute, cu_seqlens_cpu, max_num_seqs: ignored.
+        return_intermediate_states, cp_context, use_graph: not offered.
+        **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
+        The rest as in ``chunk_gated_delta_rule``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("chunk_kda", kwargs, state_v_first)
+    _not_offered(cp_context=cp_context, use_graph=use_graph, return_intermediate_states=return_intermediate_states)
+    _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    return _rule(
+        q, k, v, _operand("g", g, q, "K"), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -233,13 +395,25 @@ def fused_recurrent_kda(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Kimi Delta Attention; A_log [HV], dt_bias [HV * K]."""
-    more = _keywords("fused_recurrent_kda", kwargs, _LAYOUT)
-    return gated_delta_rule(
-        q, k, v, g, beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale=scale,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-        qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more),
-        gate=_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+    """Kimi Delta Attention, with gradients, where FLA detaches its outputs.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K]; beta: [B, T, HV].
+        A_log: [HV]. dt_bias: [HV * K].
+        The rest as in ``chunk_kda``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("fused_recurrent_kda", kwargs, state_v_first)
+    return _rule(
+        q, k, v, _operand("g", g, q, "K"), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        gate=_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -265,14 +439,30 @@ def chunk_gdn2(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Pair:
-    """GDN-2, with grouped value heads too. Keywords beside: A_log [HV], dt_bias [HV * K], chunk_size."""
-    more = _keywords("chunk_gdn2", kwargs, ("A_log", "dt_bias", "chunk_size", *_LAYOUT))
-    _offered(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
-    return gated_delta_rule(
-        q, k, v, g, erase=b, write=w, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more),
-        chunk_size=more.get("chunk_size"),
-        gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound),
+    """Gated DeltaNet 2; with HV > H too, which FLA has in its recurrent operation only.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K].
+        b: [B, T, HV, K], what is erased. w: [B, T, HV, V], what is written.
+        disable_recompute, cu_seqlens_cpu: ignored.
+        return_intermediate_states, cp_context: not offered.
+        **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
+        The rest as in ``chunk_kda``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("chunk_gdn2", kwargs, state_v_first)
+    _not_offered(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
+    _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    return _rule(
+        q, k, v, _operand("g", g, q, "K"), erase=_operand("b", b, q, "K"), write=_operand("w", w, v, "V"),
+        gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -295,12 +485,25 @@ def fused_recurrent_gdn2(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """GDN-2; A_log [HV], dt_bias [HV * K]."""
-    more = _keywords("fused_recurrent_gdn2", kwargs, _LAYOUT)
-    return gated_delta_rule(
-        q, k, v, g, erase=b, write=w, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, state_layout=_layout(state_v_first, more),
-        gate=_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+    """Gated DeltaNet 2, with gradients, where FLA detaches its outputs.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K]; b: [B, T, HV, K]; w: [B, T, HV, V].
+        A_log: [HV]. dt_bias: [HV * K].
+        The rest as in ``chunk_gdn2``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("fused_recurrent_gdn2", kwargs, state_v_first)
+    return _rule(
+        q, k, v, _operand("g", g, q, "K"), erase=_operand("b", b, q, "K"), write=_operand("w", w, v, "V"),
+        gate=_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first, more=more,
     )  # fmt: skip
 
 
@@ -317,11 +520,25 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """DeltaNet, float32 too. Keyword beside: chunk_size."""
-    more = _keywords("chunk_delta_rule", kwargs, ("chunk_size", "head_first"))
-    return gated_delta_rule(
-        q, k, v, beta=beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, chunk_size=more.get("chunk_size"),
+    """DeltaNet; in float32 and with HV > H too, neither of which FLA takes.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV].
+        cu_seqlens_cpu: ignored.
+        **kwargs: ``chunk_size``.
+        The rest as in ``chunk_gated_delta_rule``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    more = _keywords("chunk_delta_rule", kwargs)
+    _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    return _rule(
+        q, k, v, None, beta=_beta(beta, v, False, False), scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, more=more,
     )  # fmt: skip
 
 
@@ -336,8 +553,24 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Array | None = None,
 ) -> Pair:
-    """DeltaNet; beta None is 1."""
-    return gated_delta_rule(
-        q, k, v, beta=_beta(beta, v, False, False), scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel,
+    """DeltaNet.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V].
+        beta: [B, T, HV]; None is 1. FLA's beta by channel [B, T, H, V] erases by value channel, and is refused.
+        The rest as in ``chunk_delta_rule``.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+
+    Raises:
+        GdnError: as ``chunk_gated_delta_rule``.
+    """
+    return _rule(
+        q, k, v, None, beta=_beta(beta, v, False, False, optional=True), scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, more={},
     )  # fmt: skip
+
+
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
