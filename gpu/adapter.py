@@ -17,7 +17,6 @@ gate there becomes 0. Pieces of different sequences run together. That is exact,
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -27,7 +26,9 @@ from torch import Tensor
 from ..spec.errors import GdnError
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import finish, prepare, swap_state
+from ..spec.sequences import Placed, place
 from ..spec.stages import RESET
+from ..spec.torch_tensors import boundaries_as_tensor, on_host
 from ..spec.variants import VARIANTS, Variant
 from . import interpreter
 
@@ -45,50 +46,27 @@ def run(problem: Problem) -> Result:
     """Compute a call on FLA's kernels."""
     s, x = problem
     bounds = x.get("cu_seqlens")
-    if isinstance(bounds, np.ndarray):
-        x = {**x, "cu_seqlens": torch.as_tensor(bounds, device=(x["qkv"] if "qkv" in x else x["q"]).device)}
-    p = prepare(xp, s, x)
+    p = prepare(xp, s, boundaries_as_tensor(x))
     S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
     dtype = getattr(torch, operand_dtype(s))
     operands = [p.q.to(dtype), p.k.to(dtype), p.v.to(dtype), p.g, p.b[..., 0]]
-    sequences = _Sequences(s, bounds, p.starts)
-    o, state = _by_pieces(s, operands, S, sequences)
+    plain = bounds is None and p.starts is None
+    sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, p.starts)))
+    o, state = _by_pieces(s, operands, S, sequences, plain)
     o = finish(xp, s, x, o)
     return Result(o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
 
 
-class _Sequences:
-    """Where sequences lie in the rows laid end to end, which state each reads, and which sequence ends each state."""
-
-    def __init__(self, s: Signature, cu_seqlens: Any, starts: Tensor | None) -> None:
-        self.plain = cu_seqlens is None and starts is None
-        if cu_seqlens is not None:
-            bounds = np.clip(_host(cu_seqlens), 0, s.T)
-            self.begin, self.end = bounds[:-1], np.maximum(bounds[1:], bounds[:-1])
-            self.state = self.last = np.arange(s.N)
-            self.fresh = np.zeros(s.N, bool)
-            return
-        cuts = np.zeros((s.B, s.T), bool) if starts is None else _host(starts)
-        cuts[:, 0] = True
-        self.begin = np.flatnonzero(cuts)
-        self.end = np.append(self.begin[1:], s.B * s.T)
-        self.state = self.begin // s.T
-        self.fresh = np.concatenate([[False], self.state[1:] == self.state[:-1]])
-        self.last = np.flatnonzero(np.concatenate([self.state[1:] != self.state[:-1], [True]]))
-
-
-def _host(x: Any) -> np.ndarray:
-    return np.array(x.detach().cpu().numpy() if isinstance(x, Tensor) else x)
-
-
-def _by_pieces(s: Signature, operands: list[Tensor], S: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] float32 or the inputs' dtype, and the final states."""
+def _by_pieces(
+    s: Signature, operands: list[Tensor], S: Tensor, sequences: Placed, plain: bool
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] float32 or the inputs' dtype, and the final states; ``plain`` if sequences are whole rows."""
     device, B, T = S.device, s.B, s.T
     index = lambda a: torch.as_tensor(a, device=device)  # noqa: E731
     g = operands[3]
     reset = g < RESET
-    at = _host(reset.flatten(2).any(-1)).reshape(-1)
-    if sequences.plain and not at.any():
+    at = on_host(reset.flatten(2).any(-1)).reshape(-1)
+    if plain and not at.any():
         return _kernel(s, operands, S, None)
     cuts = [
         np.concatenate([[b], b + np.flatnonzero(at[b:e]), [e]]).astype(np.int64)

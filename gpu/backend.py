@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from ..spec.evaluate import DIFFERENTIABLE
+from ..spec import torch_tensors
 from ..spec.precision import HIGHEST, OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from ..spec.variants import VARIANTS
@@ -82,31 +82,11 @@ class Fla:
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, by autograd."""
-        import torch
-
-        smooth = {
-            name: a.detach().clone().requires_grad_() for name, a in problem.operands.items() if name in DIFFERENTIABLE
-        }
-        with torch.enable_grad():
-            result = self.run(Problem(problem.signature, {**problem.operands, **smooth}))
-            pairs = [
-                (value, cotangents[name])
-                for name, value in (("o", result.o), ("state", result.state))
-                if name in cotangents and value is not None and value.requires_grad
-            ]
-            found = torch.autograd.grad(
-                [value for value, _ in pairs], list(smooth.values()), [d for _, d in pairs], allow_unused=True
-            )
-        grads = {
-            name: torch.zeros_like(a) if d is None else d for (name, a), d in zip(smooth.items(), found, strict=True)
-        }
-        return Result(*(None if a is None else a.detach() for a in result)), grads
+        return torch_tensors.gradients(self.run, problem, cotangents)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as torch tensors on this backend's device."""
-        from .arrays import from_numpy
-
-        tensors = from_numpy(operands)
+        tensors = torch_tensors.from_numpy(operands)
         device = self._device()
         return {name: a if name == "cu_seqlens" else a.to(device) for name, a in tensors.items()}
 
@@ -117,9 +97,7 @@ class Fla:
 
     def to_numpy(self, array: Any) -> Any:
         """The contents of a tensor."""
-        from .arrays import to_numpy
-
-        return to_numpy(array)
+        return torch_tensors.to_numpy(array)
 
     def rounding(self, s: Signature) -> Rounding:
         """FLA stores states, inverse and what it writes in the inputs' dtype, and casts scores to it before products.

@@ -16,7 +16,8 @@ import numpy as np
 from . import dispatch
 from .spec.errors import GdnError, bad
 from .spec.evaluate import DIFFERENTIABLE
-from .spec.problem import Backend, Meta, Options, Problem, Result, Signature, check_boundaries, make_signature
+from .spec.problem import Backend, Meta, Options, Problem, Result, Signature
+from .spec.rules import check_boundaries, make_signature
 
 __all__ = ["describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.evaluate import DIFFERENTIABLE
+from ..spec import torch_tensors
 from ..spec.precision import Rounding
 from ..spec.problem import Problem, Result, Signature
 
@@ -44,50 +44,15 @@ class Torch:
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, by autograd."""
-        import torch
-
-        smooth = {
-            name: a.detach().clone().requires_grad_() for name, a in problem.operands.items() if name in DIFFERENTIABLE
-        }
-        with torch.enable_grad():
-            result = self.run(Problem(problem.signature, {**problem.operands, **smooth}))
-            pairs = [
-                (value, cotangents[name])
-                for name, value in (("o", result.o), ("state", result.state))
-                if name in cotangents and value is not None
-            ]
-            found = torch.autograd.grad(
-                [value for value, _ in pairs], list(smooth.values()), [d for _, d in pairs], allow_unused=True
-            )
-        grads = {
-            name: torch.zeros_like(a) if d is None else d for (name, a), d in zip(smooth.items(), found, strict=True)
-        }
-        return Result(*(None if a is None else a.detach() for a in result)), grads
+        return torch_tensors.gradients(self.run, problem, cotangents)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as torch tensors; bfloat16 travels by its bits."""
-        import torch
-
-        def convert(a: Any) -> Any:
-            a = np.array(a, order="C")  # a copy that owns its memory: torch has no read-only tensors
-            return (
-                torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
-                if a.dtype.name == "bfloat16"
-                else torch.from_numpy(a)
-            )
-
-        return {name: convert(a) for name, a in operands.items()}
+        return torch_tensors.from_numpy(operands)
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """A torch tensor as numpy."""
-        import torch
-
-        array = array.detach().cpu()
-        if array.dtype == torch.bfloat16:
-            import ml_dtypes
-
-            return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return array.numpy()
+        return torch_tensors.to_numpy(array)
 
     def rounding(self, signature: Signature) -> Rounding:
         """Products are float32, whatever the precision allows (on a GPU with allow_tf32 left off)."""

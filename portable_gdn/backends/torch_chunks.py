@@ -19,6 +19,8 @@ from ..spec import chunkwise
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
+from ..spec.sequences import place
+from ..spec.torch_tensors import boundaries_as_tensor, on_host
 
 __all__ = ["run"]
 
@@ -32,9 +34,7 @@ def run(problem: Problem, size: int) -> Result:
 def _run(problem: Problem, size: int) -> Result:
     s, x = problem
     bounds = x.get("cu_seqlens")  # on the host where the caller had them there: that is where the loop needs them
-    if isinstance(bounds, np.ndarray):
-        x = {**x, "cu_seqlens": torch.as_tensor(bounds, device=_like(x).device)}
-    p = prepare(xp, s, x)
+    p = prepare(xp, s, boundaries_as_tensor(x))
     S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
     if s.step or (s.T == 1 and not s.packed):  # one token needs no chunk, nor does a segment start at the first
         o, state = _step(s, p, S)
@@ -70,22 +70,11 @@ class _Plan(NamedTuple):
 
 
 def _plan(q: Tensor, cu_seqlens: Any, starts: Tensor | None) -> _Plan | None:
-    B, T = q.shape[:2]
-    if cu_seqlens is not None:
-        bounds = np.clip(_host(cu_seqlens), 0, T)
-        begin, length = bounds[:-1], np.maximum(bounds[1:] - bounds[:-1], 0)
-        state, fresh = np.arange(len(begin)), np.zeros(len(begin), bool)
-        last = state
-    elif starts is not None:
-        cuts = _host(starts)
-        cuts[:, 0] = True
-        begin = np.flatnonzero(cuts)
-        length = np.diff(begin, append=B * T)
-        state = begin // T
-        fresh = np.concatenate([[False], state[1:] == state[:-1]])
-        last = np.flatnonzero(np.concatenate([state[1:] != state[:-1], [True]]))
-    else:
+    if cu_seqlens is None and starts is None:
         return None
+    bounds, cuts = (None if a is None else on_host(a) for a in (cu_seqlens, starts))
+    begin, end, state, fresh, last = place(*q.shape[:2], bounds, cuts)
+    length = end - begin
     order = np.argsort(-length, kind="stable")
     on_device = lambda a: torch.as_tensor(a, device=q.device)  # noqa: E731
     return _Plan(
@@ -113,11 +102,6 @@ def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple
     if torch._C._are_functorch_transforms_active():  # its own gradient is not for torch.func; plain operations are
         return _forward(operands, S, plan, s.scale, size)[:2]
     return _Rule.apply(*operands, S, plan, s.scale, size)
-
-
-def _host(x: Any) -> np.ndarray:
-    """Contents of a tensor or array on the host, as a copy."""
-    return np.array(x.detach().cpu().numpy() if isinstance(x, Tensor) else x)
 
 
 def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, int, int]]:

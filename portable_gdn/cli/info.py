@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from .. import __version__, dispatch
-from ..spec.problem import Meta, Options, make_signature
+from ..spec.problem import Meta, Options
+from ..spec.rules import make_signature
 from .output import console, print_json
 
 __all__ = ["info"]

@@ -22,8 +22,6 @@ __all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "re
 
 #: Decay kinds; -104 and less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
-KEYS = ("random", "correlated 0.9", "repeated")
-BETAS = ("random", "0", "1", "1.998")
 PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63, 65, 0)}
 
 

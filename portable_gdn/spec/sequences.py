@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .stages import Array, Namespace
+import numpy as np
 
-__all__ = ["Layout", "compact", "index_range", "layout", "restore", "segment_starts"]
+from .stages import Array, Namespace, device_of
+
+__all__ = ["Layout", "Placed", "compact", "index_range", "layout", "place", "restore", "segment_starts"]
 
 
 class Layout(NamedTuple):
@@ -38,8 +40,7 @@ class Layout(NamedTuple):
 
 def index_range(xp: Namespace, like: Array, stop: int) -> Array:
     """0, 1, ..., stop - 1 as int32 on the device of ``like``."""
-    device = {"device": like.device} if type(like).__module__.startswith("torch") else {}
-    return xp.arange(stop, dtype=xp.int32, **device)
+    return xp.arange(stop, dtype=xp.int32, **device_of(like))
 
 
 def _running_max(xp: Namespace, x: Array) -> Array:
@@ -57,6 +58,35 @@ def compact(xp: Namespace, x: Array, order: Array | None) -> Array:
 
 
 restore = compact  # with ``Layout.back``: the way home is a permutation too
+
+
+class Placed(NamedTuple):
+    """Sequences of a batch whose rows are laid end to end, on the host; numpy arrays, one entry a sequence.
+
+    begin, end: its tokens. state: row of the given states that it reads; fresh: whether it starts from zeros instead.
+    last: for each row of the final states, the sequence that ends it, [N].
+    """
+
+    begin: np.ndarray
+    end: np.ndarray
+    state: np.ndarray
+    fresh: np.ndarray
+    last: np.ndarray
+
+
+def place(B: int, T: int, cu_seqlens: np.ndarray | None, starts: np.ndarray | None) -> Placed:
+    """Where the sequences of a batch lie: packed ones, segments (``starts`` [B, T], see below), or whole rows."""
+    if cu_seqlens is not None:
+        bounds = np.clip(cu_seqlens, 0, T)
+        every = np.arange(len(bounds) - 1)
+        return Placed(bounds[:-1], np.maximum(bounds[1:], bounds[:-1]), every, np.zeros(len(every), bool), every)
+    cuts = np.zeros((B, T), bool) if starts is None else starts.copy()
+    cuts[:, 0] = True
+    begin = np.flatnonzero(cuts)
+    state = begin // T
+    again = state[1:] == state[:-1]
+    last = np.flatnonzero(np.append(~again, True))
+    return Placed(begin, np.append(begin[1:], B * T), state, np.concatenate([[False], again]), last)
 
 
 def segment_starts(xp: Namespace, segment_ids: Array, mask: Array | None) -> Array:

@@ -55,12 +55,12 @@ def transpose(xp: Namespace, x: Array) -> Array:
 
 def lower_triangle(xp: Namespace, like: Array, strict: bool) -> Array:
     """Boolean [C, C]: row i may see column j (i >= j, or i > j)."""
-    index = xp.arange(like.shape[-2], **_where(like))
+    index = xp.arange(like.shape[-2], **device_of(like))
     row, column = index[:, None], index[None, :]
     return row > column if strict else row >= column
 
 
-def _where(x: Array) -> dict[str, Any]:
+def device_of(x: Array) -> dict[str, Any]:
     """The device of x for a new array, where the library wants to be told (torch does)."""
     return {"device": x.device} if type(x).__module__.startswith("torch") else {}
 
@@ -170,7 +170,7 @@ def scores(
         rows = [q] if b is None else [q, b * k]
         pairs = channel_scores(xp, mm, rows, ["q", "k"], k, G, count)
         same = scale * xp.sum(q * k, axis=-1)[..., None]
-        index = xp.arange(k.shape[-2], **_where(k))
+        index = xp.arange(k.shape[-2], **device_of(k))
         Aqk = xp.where(index[:, None] == index[None, :], same, scale * pairs[0])
         return (None if b is None else pairs[1]), Aqk
     D = pair_decay(xp, G, count)

@@ -1,0 +1,79 @@
+"""What every backend on torch tensors needs; torch is imported when a function is called, not with this module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .evaluate import DIFFERENTIABLE
+from .problem import Problem, Result
+
+__all__ = ["boundaries_as_tensor", "from_numpy", "gradients", "on_host", "to_numpy"]
+
+Tensor = Any
+
+
+def from_numpy(operands: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors on the CPU with the arrays' dtypes; copies. bfloat16 travels by its bits."""
+    import torch
+
+    def convert(a: Any) -> Tensor:
+        a = np.array(a, order="C")  # a copy that owns its memory: torch has no read-only tensors
+        if a.dtype.name == "bfloat16":
+            return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(a)
+
+    return {name: convert(a) for name, a in operands.items()}
+
+
+def to_numpy(array: Tensor) -> np.ndarray:
+    """The contents of a tensor."""
+    import torch
+
+    array = array.detach().cpu()
+    if array.dtype != torch.bfloat16:
+        return array.numpy()
+    import ml_dtypes
+
+    return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Contents of a tensor or numpy array on the host, as a copy."""
+    return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
+
+
+def boundaries_as_tensor(operands: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The operands, with ``cu_seqlens`` on their device where the caller had it as a numpy array."""
+    import torch
+
+    bounds = operands.get("cu_seqlens")
+    if not isinstance(bounds, np.ndarray):
+        return operands
+    like = operands["qkv"] if "qkv" in operands else operands["q"]
+    return {**operands, "cu_seqlens": torch.as_tensor(bounds, device=like.device)}
+
+
+def gradients(
+    run: Callable[[Problem], Result], problem: Problem, cotangents: Mapping[str, Tensor]
+) -> tuple[Result, dict[str, Tensor]]:
+    """What ``run`` returns, and by autograd the operands' cotangents from those of "o" and "state"."""
+    import torch
+
+    smooth = {
+        name: a.detach().clone().requires_grad_() for name, a in problem.operands.items() if name in DIFFERENTIABLE
+    }
+    with torch.enable_grad():
+        result = run(Problem(problem.signature, {**problem.operands, **smooth}))
+        pairs = [
+            (value, cotangents[name])
+            for name, value in (("o", result.o), ("state", result.state))
+            if name in cotangents and value is not None and value.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [value for value, _ in pairs], list(smooth.values()), [d for _, d in pairs], allow_unused=True
+        )
+    grads = {name: torch.zeros_like(a) if d is None else d for (name, a), d in zip(smooth.items(), found, strict=True)}
+    return Result(*(None if a is None else a.detach() for a in result)), grads
