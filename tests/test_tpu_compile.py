@@ -16,11 +16,13 @@ import pytest
 if importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None:
     pytest.skip("libtpu is not installed; `pip install 'portable-gdn[tpu]'` brings it", allow_module_level=True)
 
-from portable_gdn.tpu.compile import CHIPS, environment
+from portable_gdn.tpu.chips import CHIPS
+from portable_gdn.tpu.scheduling.compile import environment
 
 CHILD = """
 import json, os, sys
-from portable_gdn.tpu.compile import compile_for, environment
+from portable_gdn.tpu.chips import chip_named
+from portable_gdn.tpu.scheduling.compile import compile_for, environment
 environment(os.environ)
 import jax, jax.numpy as jnp
 import portable_gdn as pg
@@ -40,7 +42,7 @@ for call in calls:
         x["cu_seqlens"] = shape(N + 1, dtype=jnp.int32)
     rule = lambda x: pg.gated_delta_rule(
         **x, output_final_state=True, chunk_size=call.get("chunk_size"), precision=call.get("precision"))
-    compiled = compile_for(chip, rule, x)
+    compiled = compile_for(chip_named(chip), rule, x)
     print(json.dumps({"kernels": compiled.as_text().count("tpu_custom_call"), "call": call}), flush=True)
 """
 

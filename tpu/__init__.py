@@ -1,1 +1,23 @@
-"""The TPU backend: tile-grouped Pallas kernels (imported as ``portable_gdn.tpu``)."""
+"""The TPU backend: tile-grouped Pallas kernels, and what they will do on a chip (``portable_gdn.tpu``).
+
+from portable_gdn.tpu import schedule
+print(schedule(function, *shapes, chip="v6e"))  # compiled by the TPU's own compiler, on this CPU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["schedule", "schedules"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from .scheduling import build
+
+        return getattr(build, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import GdnError
-from . import capture, info, verify
+from . import capture, info, tpu_report, verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command()(info.info)
 app.command()(verify.verify)
 app.command()(capture.capture)
+app.command("tpu-report")(tpu_report.tpu_report)
 
 
 def main() -> None:

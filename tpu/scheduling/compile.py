@@ -1,7 +1,7 @@
-"""Compile for a TPU without one: libtpu's compiler runs on any CPU. Small; a process should compile one thing.
+"""Compile for a TPU without one: libtpu's compiler runs on any CPU.
 
     environment(os.environ)          # before jax is imported
-    compiled = compile_for("v6e", function, *shapes)
+    compiled = compile_for(chip_named("v6e"), function, *shapes)
 
 A kernel that the compiler cannot take may end the process instead of raising: callers that must go on use a child.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-__all__ = ["CHIPS", "compile_for", "environment"]
+from ..chips import Chip
 
-#: Topologies by chip, of the smallest slice that libtpu describes.
-CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+__all__ = ["compile_for", "environment"]
 
 
 def environment(env: MutableMapping[str, str]) -> None:
@@ -28,11 +27,10 @@ def environment(env: MutableMapping[str, str]) -> None:
     )
 
 
-def compile_for(chip: str, function: Callable[..., Any], *shapes: Any) -> Any:
-    """The executable of ``function`` for one chip.
+def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any) -> Any:
+    """The executable of ``function`` for one device of a chip.
 
     Args:
-        chip: a key of ``CHIPS``.
         function: of JAX arrays, traced here.
         shapes: ``jax.ShapeDtypeStruct`` or trees of them, one an argument.
     """
@@ -40,7 +38,7 @@ def compile_for(chip: str, function: Callable[..., Any], *shapes: Any) -> Any:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
     where = SingleDeviceSharding(device)
-    traced = jax.jit(function, in_shardings=where, out_shardings=where).trace(*shapes)
+    traced = jax.jit(function, in_shardings=where, out_shardings=where, keep_unused=True).trace(*shapes)
     return traced.lower(lowering_platforms=("tpu",)).compile()

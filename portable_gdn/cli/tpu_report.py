@@ -1,0 +1,120 @@
+"""``portable-gdn tpu-report``: what the rule costs on a TPU, from the TPU's compiler on this CPU."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_reports
+from ..spec.errors import GdnError
+from ..tpu.chips import CHIPS, chip_named
+from .output import console, print_json, progress_bar
+
+__all__ = ["tpu_report"]
+
+
+def tpu_report(
+    chip: Annotated[str, typer.Option(help=f"One of {', '.join(CHIPS)}, or all.")] = "v6e",
+    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = "forward",
+    variant: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "gdn",
+    groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
+    fused: Annotated[bool, typer.Option(help="With the convolution, the l2norm and the gates inside.")] = False,
+    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
+    batch: Annotated[int, typer.Option()] = Shape().batch,
+    seqlen: Annotated[int, typer.Option()] = Shape().seqlen,
+    heads: Annotated[int, typer.Option(help="Key heads.")] = Shape().heads,
+    value_heads: Annotated[int | None, typer.Option(help="As many as key heads, if not given.")] = None,
+    key_dim: Annotated[int, typer.Option()] = Shape().key_dim,
+    value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic."""
+    chips = list(CHIPS) if chip == "all" else [chip]
+    shape = Shape(
+        batch, seqlen, heads, heads if value_heads is None else value_heads, key_dim, value_dim, dtype, groups
+    )
+    with progress_bar("compile") as update:
+        update(" ".join(chips), 0, len(chips))
+        found = tpu_reports(
+            op, variant, shape, chips, precision=precision, fused=fused, use_cache=not no_cache, progress=update
+        )
+    reports = [r for r in found if isinstance(r, TpuReport)]
+    failed = [(name, r) for name, r in zip(chips, found, strict=True) if isinstance(r, GdnError)]
+    if not reports:
+        raise failed[0][1]
+    if as_json and chip != "all":
+        print_json(reports[0].as_dict())
+    elif as_json:
+        print_json({"reports": [r.as_dict() for r in reports], "failed": {name: str(e) for name, e in failed}})
+    elif chip != "all":
+        _print(reports[0])
+    else:
+        _compare(reports, failed)
+
+
+def _print(report: TpuReport) -> None:
+    console.print(str(report.schedule), markup=False, soft_wrap=True)
+    each = report.cycles_per_head_128
+    if each is not None:
+        console.print(f"{each:.0f} cycles per value head and 128 tokens")
+
+
+_COLUMNS = ("chip", "cycles", "per head, 128", "time", "floor", "bound by", "MXU", "spills a step", "VMEM", "beside")
+
+
+def _compare(reports: list[TpuReport], failed: list[tuple[str, GdnError]]) -> None:
+    s = reports[0].shape
+    table = Table(
+        title=f"{reports[0].variant} {reports[0].op}, B={s.batch} T={s.seqlen} heads {s.heads}/{s.value_heads} "
+        f"dims {s.key_dim}/{s.value_dim} {s.dtype}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in (
+        "chip",
+        "cycles",
+        "per head, 128",
+        "time",
+        "floor",
+        "bound by",
+        "MXU",
+        "spills a step",
+        "VMEM",
+        "beside",
+    ):
+        table.add_column(name, justify="left" if name in ("chip", "bound by") else "right")
+    for report in reports:
+        table.add_row(*_row(report))
+    console.print(table)
+    console.print(
+        "time: of the kernels on one core, the longer of code and HBM traffic; floor: the busiest unit alone, or the "
+        "traffic; beside: what XLA runs around the kernels"
+    )
+    for name, error in failed:
+        console.print(f"{name}: {error}", markup=False)
+
+
+def _row(report: TpuReport) -> list[str]:
+    schedule = report.schedule
+    chip = chip_named(schedule.chip)
+    kernels: Any = schedule.kernels
+    milliseconds = lambda t: "?" if t is None else f"{t * 1e3:.3f} ms"  # noqa: E731
+    cycles = schedule.cycles or 0
+    mxu = sum(k.units.get("MXU", 0.0) * (k.times or 0) for k in kernels)
+    return [
+        schedule.chip,
+        "?" if schedule.cycles is None else f"{cycles:,}",
+        "?" if report.cycles_per_head_128 is None else f"{report.cycles_per_head_128:.0f}",
+        milliseconds(schedule.seconds),
+        milliseconds(schedule.floor_seconds),
+        ", ".join(dict.fromkeys(k.bound(chip) for k in kernels)),
+        f"{100 * mxu / cycles:.0f} %" if cycles else "?",
+        str(sum(k.spills for k in kernels)),
+        f"{max((k.vmem_bytes for k in kernels), default=0) / 2**20:.1f} of {chip.vmem_bytes >> 20} MiB",
+        milliseconds(schedule.other_seconds),
+    ]

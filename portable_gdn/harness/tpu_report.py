@@ -1,0 +1,161 @@
+"""What a call of the rule costs on a TPU: the call built from its dimensions, compiled, and its cycles by head.
+
+Nothing is computed: the arguments are shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .. import dispatch
+from ..spec.errors import GdnError, bad
+
+__all__ = ["OPERATIONS", "VARIANTS", "Shape", "TpuReport", "call", "tpu_reports"]
+
+OPERATIONS = ("forward", "backward", "step")
+#: Variants as they are typed, and the granularity of g, erase and write: "head", "channel", "group" or none.
+VARIANTS = {
+    "gdn": ("head", None),
+    "delta": (None, None),
+    "kda": ("channel", None),
+    "gdn2": ("channel", "channel"),
+    "grouped": ("group", None),
+    "gla": ("channel", "none"),
+}
+_DTYPES = ("bfloat16", "float32", "float16")
+
+
+class Shape(NamedTuple):
+    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant."""
+
+    batch: int = 1
+    seqlen: int = 2048
+    heads: int = 16
+    value_heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    groups: int = 2
+
+
+class TpuReport(NamedTuple):
+    """A call compiled for a chip; ``schedule`` is ``portable_gdn.tpu.schedule``'s."""
+
+    op: str
+    variant: str
+    fused: bool
+    precision: str | None
+    shape: Shape
+    schedule: Any
+
+    @property
+    def cycles_per_head_128(self) -> float | None:
+        """Cycles of the kernels for each value head and 128 tokens."""
+        s = self.shape
+        cycles = self.schedule.cycles
+        return None if cycles is None else cycles / (s.batch * s.value_heads * s.seqlen / 128)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = self.schedule.as_dict()
+        return {
+            "chip": found.pop("chip"),
+            "op": self.op,
+            "variant": self.variant,
+            "fused": self.fused,
+            "precision": self.precision,
+            "shape": self.shape._asdict(),
+            "kernels": found.pop("kernels"),
+            "total": {**found.pop("total"), "cycles_per_head_128": self.cycles_per_head_128},
+            **found,
+        }
+
+
+def _checked(op: str, variant: str, shape: Shape) -> None:
+    if op not in OPERATIONS:
+        raise bad("--op", repr(op), f"be one of {', '.join(OPERATIONS)}")
+    if variant not in VARIANTS:
+        raise bad("--variant", repr(variant), f"be one of {', '.join(VARIANTS)}")
+    if shape.dtype not in _DTYPES:
+        raise bad("--dtype", repr(shape.dtype), f"be one of {', '.join(_DTYPES)}")
+    for name in ("batch", "seqlen", "heads", "value_heads", "key_dim", "value_dim", "groups"):
+        if getattr(shape, name) < 1:
+            raise bad("--" + name.replace("_", "-"), getattr(shape, name), "be at least 1")
+    if variant == "grouped" and shape.key_dim % shape.groups:
+        raise bad("--groups", shape.groups, f"divide --key-dim, which is {shape.key_dim}")
+
+
+def call(
+    op: str, variant: str, shape: Shape, *, precision: str | None = None, fused: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of JAX arrays that makes the call on ``pallas``, and the shapes of its arguments.
+
+    Raises:
+        GdnError: an argument is wrong, or no Pallas kernel serves such a call.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from ..api import gated_delta_rule, gated_delta_rule_step
+
+    _checked(op, variant, shape)
+    pallas: Any = dispatch.get("pallas")
+    if fused and not getattr(pallas, "inside", ()):
+        raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
+    B, T, H, HV, K, V, dtype, n = shape
+    decay, gates = VARIANTS[variant]
+    time = () if op == "step" else (T,)
+
+    def array(*dims: int, of: str = "float32") -> Any:
+        return jax.ShapeDtypeStruct((B, *time, *dims), getattr(jnp, of))
+
+    x = {"q": array(H, K, of=dtype), "k": array(H, K, of=dtype), "v": array(HV, V, of=dtype)}
+    if decay is not None:
+        x["g"] = array(HV, *{"head": (), "channel": (K,), "group": (n,)}[decay])
+    if gates is None:
+        x["beta"] = array(HV)
+    elif gates == "channel":
+        x |= {"erase": array(HV, K), "write": array(HV, V)}
+    if op == "step":
+        state = jax.ShapeDtypeStruct((B, HV, K, V), jnp.float32)
+        return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
+
+    def forward(x: dict[str, Any]) -> Any:
+        return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas")
+
+    if op == "backward":
+        raise GdnError(
+            "no Pallas kernel computes the backward pass yet; gradients of 'pallas' are xla's, which "
+            "portable_gdn.tpu.schedule compiles as it does any function."
+        )
+    return forward, (x,)
+
+
+def tpu_reports(
+    op: str,
+    variant: str,
+    shape: Shape,
+    chips: Sequence[str],
+    *,
+    precision: str | None = None,
+    fused: bool = False,
+    use_cache: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[TpuReport | GdnError]:
+    """Reports of one call, a chip each, or why there is none.
+
+    Raises:
+        GdnError: an argument is wrong, no Pallas kernel serves such a call, or nothing can be compiled here.
+    """
+    from ..tpu.chips import chip_named
+    from ..tpu.scheduling.build import missing, schedules
+
+    for name in chips:
+        chip_named(name)
+    why = missing()
+    if why is not None:
+        raise GdnError(why)
+    function, args = call(op, variant, shape, precision=precision, fused=fused)
+    found = schedules(function, *args, chips=chips, use_cache=use_cache, progress=progress)
+    return [s if isinstance(s, GdnError) else TpuReport(op, variant, fused, precision, shape, s) for s in found]

@@ -1,0 +1,229 @@
+"""``schedule``: what a function of JAX arrays will do on a TPU, told by the TPU's own compiler on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...spec.errors import GdnError, bad
+from ..chips import CHIPS, chip_named
+from . import cache
+from .compile import environment
+from .lower import Call, Lowered, lower
+from .report import Schedule
+
+__all__ = ["missing", "schedule", "schedules"]
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for a TPU here, as a sentence, or None."""
+    for module, extra in (("jax", "jax"), ("libtpu", "the TPU's compiler"), ("flatbuffers", "jax.export's format")):
+        if importlib.util.find_spec(module) is None:
+            return (
+                f"{module} is not installed ({extra}); `pip install 'portable-gdn[tpu]'` brings what compiling for a "
+                "TPU needs, on a machine without one too."
+            )
+    return None
+
+
+def schedule(
+    function: Callable[..., Any], *args: Any, chip: str = "v6e", use_cache: bool = True, timeout: float = 600.0
+) -> Schedule:
+    """Compile a function for a TPU, without one, and report what the compiler's schedule says.
+
+    Args:
+        function: of JAX arrays; Pallas kernels in it or not, jitted or not. It is traced in this process.
+        args: one ``jax.ShapeDtypeStruct``, array or tree of them for each of its arguments. Of arrays only the shape
+            counts, but for integers: where a kernel reads its argument as scalars (``PrefetchScalarGridSpec``) and its
+            course depends on them, their values make the report exact.
+        chip: "v4", "v5e", "v5p", "v6e" or "v7x".
+        use_cache: look for the report among earlier ones, and keep it (in the user's cache folder, or where
+            PORTABLE_GDN_CACHE says).
+        timeout: seconds for the compiler.
+
+    Returns:
+        The report; ``print`` it, or read its fields (cycles of each kernel, use of each unit, spills, memory traffic).
+
+    Raises:
+        GdnError: no such chip; jax or libtpu is missing; the function cannot be lowered; the compiler refuses a kernel,
+            in its own words; it takes longer than ``timeout``.
+    """
+    (report,) = schedules(function, *args, chips=[chip], use_cache=use_cache, timeout=timeout)
+    if isinstance(report, GdnError):
+        raise report
+    return report
+
+
+def schedules(
+    function: Callable[..., Any],
+    *args: Any,
+    chips: Sequence[str] = tuple(CHIPS),
+    use_cache: bool = True,
+    timeout: float = 600.0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Schedule | GdnError]:
+    """``schedule`` for several chips, their compilers beside each other.
+
+    Args:
+        chips: names; progress: called with a chip's name, how many are done and of how many.
+
+    Returns:
+        For each chip its report, or the error that ``schedule`` would raise, if only the compiler is at fault.
+    """
+    why = missing()
+    if why is not None:
+        raise GdnError(why)
+    if timeout <= 0:
+        raise bad("timeout", timeout, "be above 0")
+    found: dict[str, Schedule | GdnError] = {}
+    jobs: list[_Job] = []
+    with ExitStack() as stack:
+        for name in dict.fromkeys(chips):
+            lowered = lower(chip_named(name), function, args)
+            job = _Job.of(name, lowered)
+            known = cache.load(job.key) if use_cache else None
+            if known is None:
+                jobs.append(job)
+            else:
+                found[name] = known
+        running: list[_Running] = []
+        while jobs or running:
+            while jobs and len(running) < max(1, os.cpu_count() or 1):
+                running.append(stack.enter_context(_Running(jobs.pop(0), timeout)))
+            for done in [r for r in running if r.ended()]:
+                running.remove(done)
+                found[done.job.chip] = report = done.result()
+                if use_cache and isinstance(report, Schedule):
+                    cache.store(done.job.key, report)
+                if progress is not None:
+                    progress(done.job.chip, len(found), len(set(chips)))
+            time.sleep(0.02)
+    return [found[name] for name in chips]
+
+
+class _Job(NamedTuple):
+    """A module for a chip, and the key of its report."""
+
+    chip: str
+    lowered: Lowered
+    request: dict[str, Any]
+    key: str
+
+    @classmethod
+    def of(cls, chip: str, lowered: Lowered) -> _Job:
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+        grids = {call.name: list(call.grid) for call in lowered.calls}
+        values = {str(number): a.tolist() for number, a in lowered.values.items()}
+        request = {"chip": chip, "grids": grids, "values": values, "versions": versions}
+        return cls(chip, lowered, request, cache.key(lowered.text, chip, grids, values, versions))
+
+
+class _Running:
+    """A compiler at work in a folder that goes with it, whatever happens."""
+
+    def __init__(self, job: _Job, timeout: float) -> None:
+        self.job = job
+        self.timeout = timeout
+
+    def __enter__(self) -> _Running:
+        self.folder = Path(tempfile.mkdtemp(prefix="portable-gdn-"))
+        try:
+            (self.folder / "request.json").write_text(json.dumps(self.job.request))
+            (self.folder / "module.bin").write_bytes(self.job.lowered.module)
+            env = dict(os.environ)
+            environment(env)
+            env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # what was found here is found there
+            self.output = (self.folder / "output").open("wb")
+            self.started = time.monotonic()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "portable_gdn.tpu.scheduling.child", str(self.folder)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # an interrupt reaches us, and we end it
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self.output.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ended(self) -> bool:
+        """Whether it has come to an end, or its time has."""
+        return self.process.poll() is not None or time.monotonic() - self.started > self.timeout
+
+    def result(self) -> Schedule | GdnError:
+        """Its report, or its error."""
+        try:
+            return self._result()
+        finally:
+            self.__exit__()
+
+    def _result(self) -> Schedule | GdnError:
+        code = self.process.poll()
+        if code is None:
+            return GdnError(f"the compiler for {self.job.chip} took longer than {self.timeout:.0f} s and was ended.")
+        if code == 0:
+            return Schedule.from_json(json.loads((self.folder / "schedule.json").read_text()))
+        said = self.folder / ("error.txt" if code == 3 else "output")
+        words = said.read_text(errors="replace")
+        if code == 3:
+            return GdnError(f"the compiler for {self.job.chip} refuses: {_cause(words, self.job.lowered)}")
+        if "No space left" in words:
+            return GdnError("the disk of the temporary folder is full; the compiler writes some 30 MB a kernel there.")
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return GdnError(f"the compiler for {self.job.chip} {how}: {_last(words)}")
+
+
+def _last(words: str) -> str:
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"Check failed|Error|error:", line)]
+    return (telling or lines or ["it said nothing"])[-1][:600]
+
+
+def _cause(words: str, lowered: Lowered) -> str:
+    """The compiler's sentences without its traces, the kernel's name, and for memory how much and which blocks."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    stop = next((i for i, line in enumerate(lines) if re.match(r"(The MLIR|=====|Traceback|-{5})", line)), len(lines))
+    text = " ".join(lines[: max(1, min(stop, 8))])
+    named = [call for call in lowered.calls if call.name in words]
+    calls = named or (list(lowered.calls) if len(lowered.calls) == 1 else [])
+    who = f"kernel {calls[0].name}: " if calls else ""
+    if "vmem" in text.lower():
+        text = _over(text, calls) or text
+    return f"{who}{text[:1200].rstrip('.')}."
+
+
+def _over(text: str, calls: list[Call]) -> str | None:
+    """How much memory is wanted, and the blocks that want it: the compiler has two ways to say so."""
+    scoped = re.search(r"[Uu]sed ([\d.]+\w+) of ([\d.]+\w+)", text)
+    whole = re.search(r"size=(\d+)\) would exceed memory \(size=(\d+)\)", text)
+    if scoped:
+        more = re.search(r"[Ee]xceeded \w+ \w*\s*capacity by ([\d.]+\w+)", text)
+        said = f"it needs {scoped[1]} of VMEM and may use {scoped[2]}" + (f", {more[1]} too much" if more else "")
+    elif whole:
+        needs, has = (int(n) / 2**20 for n in whole.groups())
+        said = f"one allocation needs {needs:.0f} MiB of VMEM and may use {has:.0f}, {needs - has:.0f} MiB too much"
+    else:
+        return None
+    return said + ("; its blocks: " + "; ".join(calls[0].blocks) if calls else "")

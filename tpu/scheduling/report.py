@@ -1,0 +1,302 @@
+"""What a compiled program will do on a chip: the records, their sums, and how they read. No jax here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..chips import Chip, chip_named
+
+__all__ = ["PARTS", "LoopReport", "OperationReport", "Schedule"]
+
+#: Cycles are counted for the first of these that has an instruction in the bundle; "waiting" has none.
+PARTS = ("MXU", "XLU", "vector", "load/store", "spill", "scalar", "waiting")
+
+
+class LoopReport(NamedTuple):
+    """A loop of the code.
+
+    level: 1 is outermost; for a Pallas kernel that is the grid.
+    turns: in one run of the operation; None where the listing does not tell, and then cycles are those of one turn.
+    bundles: in its code; cycles: of all its turns, inner loops included; parts: the same cycles by ``PARTS``.
+    """
+
+    level: int
+    turns: int | None
+    bundles: int
+    cycles: int
+    parts: dict[str, int]
+
+
+class OperationReport(NamedTuple):
+    """One operation of a compiled program: a Pallas kernel, or what XLA made beside it. Figures are of one run on one
+    core.
+
+    name, opcode, source: the module's name, XLA's operation, and the operation of the traced program.
+    kernel: whether it is a Pallas kernel.
+    times: how often the program runs it; None where that depends on values.
+    cycles: None where a loop's turns are unknown; least_cycles: without what may not run.
+    grid: of the Pallas call; steps: of them, on this core; bundles_per_step: cycles of a full step.
+    code_bundles: in the whole listing.
+    units: cycles that each unit would need if it never waited, spills apart.
+    parts: cycles by ``PARTS``.
+    spills, fills: vector registers stored and loaded again, in one step (in the whole run where there are no steps).
+    critical_path: longest chain of dependences in a step, before registers are given out.
+    stages: bundles of the code at four points of the compiler, and empty ones among them.
+    vmem_bytes: VMEM that it was given; resident_bytes: operands and results that XLA keeps in VMEM beside that.
+    hbm_bytes: what its own copies move, and resident_bytes, which others moved for it.
+    notes: what a reader must know to trust the figures.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    kernel: bool
+    times: int | None
+    cycles: int | None
+    least_cycles: int | None
+    grid: tuple[int, ...] | None
+    steps: int | None
+    bundles_per_step: int | None
+    code_bundles: int
+    units: dict[str, float]
+    parts: dict[str, int]
+    spills: int
+    fills: int
+    critical_path: int
+    stages: dict[str, tuple[int, int]]
+    loops: tuple[LoopReport, ...]
+    vmem_bytes: int
+    resident_bytes: int
+    hbm_bytes: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def busiest(self) -> tuple[str, float]:
+        """The unit with most to do, and its cycles."""
+        return max(self.units.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def compute_seconds(self, chip: Chip) -> float | None:
+        """Time of its bundles."""
+        return None if self.cycles is None else self.cycles / chip.clock_hz
+
+    def memory_seconds(self, chip: Chip) -> float | None:
+        """Time of its HBM traffic at the chip's bandwidth."""
+        return None if self.hbm_bytes is None else self.hbm_bytes / chip.hbm_bytes_per_second
+
+    def seconds(self, chip: Chip) -> float | None:
+        """The longer of both: copies run beside the code."""
+        times = (self.compute_seconds(chip), self.memory_seconds(chip))
+        return None if None in times else max(times)  # type: ignore[type-var]
+
+    def floor_seconds(self, chip: Chip) -> float | None:
+        """What no order of the same work can beat: the busiest unit alone, or the traffic."""
+        memory = self.memory_seconds(chip)
+        return None if memory is None or self.cycles is None else max(memory, self.busiest[1] / chip.clock_hz)
+
+    def bound(self, chip: Chip) -> str:
+        """ "compute", "memory" or "unknown"."""
+        compute, memory = self.compute_seconds(chip), self.memory_seconds(chip)
+        if compute is None or memory is None:
+            return "unknown"
+        return "memory" if memory > compute else "compute"
+
+    def as_dict(self, chip: Chip) -> dict[str, Any]:
+        """For JSON: every field, and what follows from them on a chip."""
+        cycles = self.cycles or 0
+        return {
+            **self._asdict(),
+            "loops": [loop._asdict() for loop in self.loops],
+            "mxu_utilization": self.units.get("MXU", 0.0) / cycles if cycles else None,
+            "utilization": {u: c / cycles for u, c in self.units.items()} if cycles else None,
+            "bound": self.bound(chip),
+            "compute_seconds": self.compute_seconds(chip),
+            "memory_seconds": self.memory_seconds(chip),
+            "floor_seconds": self.floor_seconds(chip),
+            "vmem_of": chip.vmem_bytes,
+        }
+
+
+class Schedule(NamedTuple):
+    """A program compiled for a chip, as the compiler scheduled it. ``str()`` of it is the report.
+
+    kernels: the Pallas kernels; others: what XLA runs around them; transfers: copies that run beside the rest.
+    memory: bytes of HBM for arguments, results and temporaries; versions: of jax and libtpu.
+    """
+
+    chip: str
+    kernels: tuple[OperationReport, ...]
+    others: tuple[OperationReport, ...]
+    memory: dict[str, int]
+    versions: dict[str, str]
+
+    @property
+    def cycles(self) -> int | None:
+        """Of the kernels, each as often as it runs."""
+        return _sum(_times(k.times, k.cycles) for k in self.kernels)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the kernels, each the longer of code and traffic."""
+        chip = chip_named(self.chip)
+        return _sum(_times(k.times, k.seconds(chip)) for k in self.kernels)
+
+    @property
+    def other_seconds(self) -> float | None:
+        """Of what XLA runs around them."""
+        chip = chip_named(self.chip)
+        return _sum(_times(k.times, k.seconds(chip)) for k in self.others)
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """Sum of the kernels' floors."""
+        chip = chip_named(self.chip)
+        return _sum(_times(k.times, k.floor_seconds(chip)) for k in self.kernels)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        chip = chip_named(self.chip)
+        return {
+            "chip": self.chip,
+            "clock_hz": chip.clock_hz,
+            "kernels": [k.as_dict(chip) for k in self.kernels],
+            "total": {
+                "cycles": self.cycles,
+                "seconds": self.seconds,
+                "floor_seconds": self.floor_seconds,
+                "other_seconds": self.other_seconds,
+            },
+            "other_device_ops": [k.as_dict(chip) for k in self.others],
+            "memory": self.memory,
+            "versions": self.versions,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``from_json`` takes."""
+        return {
+            **self._asdict(),
+            **{
+                name: [{**k._asdict(), "loops": [loop._asdict() for loop in k.loops]} for k in getattr(self, name)]
+                for name in ("kernels", "others")
+            },
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Schedule:
+        """The schedule that ``to_json`` was called of.
+
+        Raises:
+            KeyError, TypeError: it was not.
+        """
+        groups = {name: tuple(map(_operation, fields[name])) for name in ("kernels", "others")}
+        return cls(
+            fields["chip"], groups["kernels"], groups["others"], dict(fields["memory"]), dict(fields["versions"])
+        )
+
+    def __str__(self) -> str:
+        chip = chip_named(self.chip)
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [
+            f"{self.chip}: {chip.clock_hz / 1e9:.2f} GHz, {chip.hbm_bytes_per_second / 1e9:.0f} GB/s, "
+            f"{chip.vmem_bytes >> 20} MiB of VMEM a core ("
+            + ", ".join(f"{n} {v}" for n, v in self.versions.items())
+            + ")"
+        ]
+        for kernel in self.kernels:
+            lines += _detail(kernel, chip)
+        if self.others:
+            lines.append("beside the kernels, XLA runs:" if self.kernels else "XLA runs:")
+            lines += [f"  {_short(k, chip)}" for k in sorted(self.others, key=lambda k: -(k.seconds(chip) or 0))]
+        if self.kernels:
+            lines.append(f"kernels: {_cycles(self.cycles)}, {_time(self.seconds)}; floor {_time(self.floor_seconds)}")
+        if self.others:
+            lines.append(f"{'the rest' if self.kernels else 'together'}: {_time(self.other_seconds)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _operation(fields: Mapping[str, Any]) -> OperationReport:
+    return OperationReport(
+        **{
+            **fields,
+            "grid": None if fields["grid"] is None else tuple(fields["grid"]),
+            "stages": {name: tuple(pair) for name, pair in fields["stages"].items()},
+            "loops": tuple(LoopReport(**loop) for loop in fields["loops"]),
+            "notes": tuple(fields["notes"]),
+        }
+    )
+
+
+def _times(times: int | None, figure: Any) -> Any:
+    return None if times is None or figure is None else times * figure
+
+
+def _sum(figures: Iterator[Any]) -> Any:
+    found = list(figures)
+    return None if any(f is None for f in found) else sum(found)
+
+
+def _cycles(n: int | None) -> str:
+    return "an unknown number of cycles" if n is None else f"{n:,} cycles"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown time"
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _size(n: float | None) -> str:
+    if n is None:
+        return "unknown"
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if n >= 1 << scale:
+            return f"{n / (1 << scale):.1f} {unit}"
+    return f"{n:.0f} B"
+
+
+def _often(k: OperationReport) -> str:
+    return "" if k.times == 1 else ", an unknown number of times" if k.times is None else f", {k.times} times"
+
+
+def _detail(k: OperationReport, chip: Chip) -> list[str]:
+    total = max(1, sum(k.parts.values()))
+    lines = [f"{k.name}{_often(k)}: {_cycles(k.cycles)}, {_time(k.seconds(chip))}, bound by {k.bound(chip)}"]
+    grid = "" if k.grid is None else f"grid {'x'.join(map(str, k.grid)) or 'of one step'}: "
+    steps = "" if k.steps is None else f"{k.steps} steps of {k.bundles_per_step} bundles, "
+    lines.append(f"  {grid}{steps}longest chain of dependences in a step {k.critical_path}")
+    if k.cycles:
+        lines.append("  units    " + ", ".join(f"{u} {100 * c / k.cycles:.0f} %" for u, c in k.units.items() if c))
+    lines.append("  cycles   " + ", ".join(f"{p} {100 * c / total:.0f} %" for p, c in k.parts.items() if c))
+    if len(k.loops) > 1 or any(loop.turns is None for loop in k.loops):
+        for loop in k.loops:
+            turns = "unknown turns, in one of them" if loop.turns is None else f"{loop.turns} turns,"
+            parts = ", ".join(f"{p} {100 * c / max(1, loop.cycles):.0f} %" for p, c in loop.parts.items() if c)
+            lines.append(f"    {'  ' * (loop.level - 1)}loop: {turns} {loop.cycles:,} cycles: {parts}")
+    if k.spills or k.fills:
+        each = "in a step" if k.steps else "in all"
+        lines.append(f"  spills   {k.spills} vector registers stored and {k.fills} loaded {each}")
+    lines.append(
+        "  bundles of the code: "
+        + ", ".join(f"{name} {total} ({empty} empty)" for name, (total, empty) in k.stages.items() if total)
+    )
+    lines.append(
+        f"  VMEM     {_size(k.vmem_bytes)} of {_size(chip.vmem_bytes)}"
+        + (f", and {_size(k.resident_bytes)} of operands and results that XLA keeps there" if k.resident_bytes else "")
+    )
+    lines.append(
+        f"  HBM      {_size(k.hbm_bytes)}: {_time(k.memory_seconds(chip))}; code {_time(k.compute_seconds(chip))}; "
+        f"floor {_time(k.floor_seconds(chip))} ({k.busiest[0] or 'no unit'} alone, or the traffic)"
+    )
+    lines += [f"  note     {note}" for note in k.notes]
+    return lines
+
+
+def _short(k: OperationReport, chip: Chip) -> str:
+    where = f" ({k.source})" if k.source else ""
+    return (
+        f"{_time(k.seconds(chip)):>10}  {k.name}{_often(k)}: {_cycles(k.cycles)}, {_size(k.hbm_bytes)} of HBM traffic"
+        f"{where}" + "".join(f"; {note}" for note in k.notes)
+    )
