@@ -64,7 +64,7 @@ def _print(report: TpuReport) -> None:
         console.print(f"{each:.0f} cycles per value head and 128 tokens")
 
 
-_COLUMNS = ("chip", "cycles", "per head, 128", "time", "floor", "bound by", "MXU", "spills a step", "VMEM", "beside")
+_COLUMNS = ("chip", "cycles", "head, 128", "ms", "floor", "bound", "MXU", "spills", "VMEM", "beside")
 
 
 def _compare(reports: list[TpuReport], failed: list[tuple[str, GdnError]]) -> None:
@@ -74,26 +74,18 @@ def _compare(reports: list[TpuReport], failed: list[tuple[str, GdnError]]) -> No
         f"dims {s.key_dim}/{s.value_dim} {s.dtype}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
     )
-    for name in (
-        "chip",
-        "cycles",
-        "per head, 128",
-        "time",
-        "floor",
-        "bound by",
-        "MXU",
-        "spills a step",
-        "VMEM",
-        "beside",
-    ):
-        table.add_column(name, justify="left" if name in ("chip", "bound by") else "right")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("chip", "bound") else "right", no_wrap=True)
     for report in reports:
         table.add_row(*_row(report))
     console.print(table)
     console.print(
-        "time: of the kernels on one core, the longer of code and HBM traffic; floor: the busiest unit alone, or the "
-        "traffic; beside: what XLA runs around the kernels"
+        "cycles: of the kernels, and for each value head and 128 tokens; ms: the longer of code and HBM traffic; "
+        "floor: the busiest unit alone, or the traffic, ms; spills: registers stored a step; VMEM: MiB; beside: ms of "
+        "what XLA runs around the kernels. The two cores of v4 and v5p work on a call together."
     )
     for name, error in failed:
         console.print(f"{name}: {error}", markup=False)
@@ -103,7 +95,7 @@ def _row(report: TpuReport) -> list[str]:
     schedule = report.schedule
     chip = chip_named(schedule.chip)
     kernels: Any = schedule.kernels
-    milliseconds = lambda t: "?" if t is None else f"{t * 1e3:.3f} ms"  # noqa: E731
+    milliseconds = lambda t: "?" if t is None else f"{t * 1e3:.3f}"  # noqa: E731
     cycles = schedule.cycles or 0
     mxu = sum(k.units.get("MXU", 0.0) * (k.times or 0) for k in kernels)
     return [
@@ -115,6 +107,6 @@ def _row(report: TpuReport) -> list[str]:
         ", ".join(dict.fromkeys(k.bound(chip) for k in kernels)),
         f"{100 * mxu / cycles:.0f} %" if cycles else "?",
         str(sum(k.spills for k in kernels)),
-        f"{max((k.vmem_bytes for k in kernels), default=0) / 2**20:.1f} of {chip.vmem_bytes >> 20} MiB",
+        f"{max((k.vmem_bytes for k in kernels), default=0) / 2**20:.1f}",
         milliseconds(schedule.other_seconds),
     ]

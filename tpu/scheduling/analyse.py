@@ -103,11 +103,11 @@ def _operation(
         vmem_bytes=operation.vmem,
         resident_bytes=resident if operation.kernel else 0,
         hbm_bytes=None if unknown_turns else copied + (resident if operation.kernel else 0),
-        notes=tuple(_notes(found, chip, perhaps)),
+        notes=tuple(_notes(found, perhaps)),
     )
 
 
-def _notes(found: Run, chip: Chip, perhaps: int) -> list[str]:
+def _notes(found: Run, perhaps: int) -> list[str]:
     notes = []
     if not found.complete:
         notes.append("it runs too long to be followed here: totals are unknown, and figures are those of a part")
@@ -120,8 +120,6 @@ def _notes(found: Run, chip: Chip, perhaps: int) -> list[str]:
         )
     if perhaps:
         notes.append(f"{perhaps} of its copies depend on values and are not among the HBM bytes")
-    if chip.cores > 1:
-        notes.append(f"figures are of the first of {chip.cores} cores, which share a grid's parallel dimensions")
     return notes
 
 

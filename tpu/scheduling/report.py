@@ -198,9 +198,7 @@ class Schedule(NamedTuple):
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"{self.chip}: {chip.clock_hz / 1e9:.2f} GHz, {chip.hbm_bytes_per_second / 1e9:.0f} GB/s, "
-            f"{chip.vmem_bytes >> 20} MiB of VMEM a core ("
-            + ", ".join(f"{n} {v}" for n, v in self.versions.items())
-            + ")"
+            f"{chip.vmem_bytes >> 20} MiB of VMEM a core ({versions})"
         ]
         for kernel in self.kernels:
             lines += _detail(kernel, chip)
@@ -211,6 +209,8 @@ class Schedule(NamedTuple):
             lines.append(f"kernels: {_cycles(self.cycles)}, {_time(self.seconds)}; floor {_time(self.floor_seconds)}")
         if self.others:
             lines.append(f"{'the rest' if self.kernels else 'together'}: {_time(self.other_seconds)}")
+        if chip.cores > 1:
+            lines.append(f"figures are those of one of {chip.cores} cores, which share a grid's parallel dimensions")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
