@@ -215,12 +215,15 @@ def _cause(words: str, lowered: Lowered) -> str:
 
 
 def _over(text: str, calls: list[Call]) -> str | None:
-    """How much memory is wanted, and the blocks that want it: the compiler has two ways to say so."""
-    scoped = re.search(r"[Uu]sed ([\d.]+\w+) of ([\d.]+\w+)", text)
+    """How much memory is wanted, and the blocks that want it: the compiler has three ways to say so."""
+    scoped = re.search(r"[Uu]sed ([\d.]+\w+) of ([\d.]+\w+)", text) or re.search(
+        r"size ([\d.]+\w+) and limit ([\d.]+\w+) exceeded", text
+    )
     whole = re.search(r"size=(\d+)\) would exceed memory \(size=(\d+)\)", text)
     if scoped:
-        more = re.search(r"[Ee]xceeded \w+ \w*\s*capacity by ([\d.]+\w+)", text)
-        said = f"it needs {scoped[1]} of VMEM and may use {scoped[2]}" + (f", {more[1]} too much" if more else "")
+        more = re.search(r"[Ee]xceeded [a-z ]*by ([\d.]+[KMG]?)", text)
+        said = f"it needs {scoped[1]} of VMEM and may use {scoped[2]} (see vmem_limit_bytes)"
+        said += f", {more[1]} too much" if more else ""
     elif whole:
         needs, has = (int(n) / 2**20 for n in whole.groups())
         said = f"one allocation needs {needs:.0f} MiB of VMEM and may use {has:.0f}, {needs - has:.0f} MiB too much"

@@ -28,7 +28,7 @@ class Call(NamedTuple):
 class Lowered(NamedTuple):
     """A function lowered for a TPU.
 
-    module: serialised by ``jax.export``; text: the same for people and for a cache's key.
+    module: serialised by ``jax.export``; text: the same without places in source files, for a cache's key.
     calls: its Pallas calls; values: those integer arguments whose values were given, by number.
     """
 
@@ -78,7 +78,12 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
             "flatbuffers is not installed, which jax needs to hand a program to another process; "
             "`pip install 'portable-gdn[tpu]'` brings it."
         ) from None
-    return Lowered(module, exported.mlir_module(), calls, _values(leaves))
+    return Lowered(module, _without_places(exported.mlir_module()), calls, _values(leaves))
+
+
+def _without_places(text: str) -> str:
+    lines = [line for line in text.splitlines() if not line.startswith("#loc")]
+    return re.sub(r' loc\((?:#\w+|"[^"]*")\)', "", "\n".join(lines))
 
 
 def _shape(a: Any) -> Any:
