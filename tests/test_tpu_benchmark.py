@@ -1,0 +1,51 @@
+"""The figures of our kernels on file: that they still hold, and that the README shows them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    path = ROOT / "benchmarks" / "tpu_schedule.py"
+    spec = importlib.util.spec_from_file_location("tpu_schedule", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_the_file_holds_every_call(bench):
+    for figures in bench.on_file().values():
+        assert list(figures) == sorted(entry.name for entry in bench.ENTRIES)
+        assert all(set(row) == set(bench.CHIPS) for row in figures.values())
+
+
+def test_the_readme_shows_the_file(bench):
+    stored = bench.on_file()
+    newest = bench.newest(stored)
+    text = bench.README.read_text()
+    assert bench.MARKS[0] in text
+    assert bench.readme(text, bench.table(stored[newest], newest)) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "chip"), [("16/32 128x128", "v6e"), ("16/16 64x64", "v5e")])
+def test_cycles_have_not_grown(bench, name, chip):
+    if any(importlib.util.find_spec(module) is None for module in ("jax", "libtpu", "flatbuffers")):
+        pytest.skip("no compiler for TPUs; `pip install 'portable-gdn[tpu]'` brings it")
+    stored = bench.on_file()
+    if bench.versions() not in stored:
+        pytest.skip(f"figures on file are of {', '.join(stored)}, and here is {bench.versions()}: another compiler")
+    entry = next(e for e in bench.ENTRIES if name in e.name and e.precision == "default")
+    now = bench.measure(entry, (chip,))[chip]
+    assert isinstance(now, dict), now
+    before = stored[bench.versions()][entry.name][chip]
+    assert now["cycles"] <= bench.MOST * before["cycles"]
