@@ -32,6 +32,7 @@ def python(code, *, blocked=(), **environment):
 
 
 @FLA
+@pytest.mark.slow
 def test_the_quick_cases_hold_in_a_process_of_their_own():
     names = dispatch.get("fla-interpret").quick_cases
     report = verify(["fla-interpret"], cases=cases_named(names))
@@ -87,6 +88,7 @@ print(json.dumps(found))
 
 
 @FLA
+@pytest.mark.slow
 def test_a_fault_in_the_adapter_is_found():
     done = python(FAULTS)
     assert done.returncode == 0, done.stderr
@@ -171,6 +173,7 @@ refused(lambda: torch.func.grad(lambda q: rule(q=q)()[0].sum())(x))
 
 
 @FLA
+@pytest.mark.slow
 def test_what_is_exact_is_exact():
     code = """
 import torch, portable_gdn as pg
@@ -210,7 +213,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 
 
 @FLA
-def test_nothing_imports_triton_before_the_interpreter_is_chosen():
+def test_a_case_holds_and_nothing_imports_triton_before_the_interpreter_is_chosen():
     code = """
 import sys, torch, portable_gdn as pg
 from portable_gdn.gpu import adapter
@@ -218,7 +221,7 @@ from portable_gdn.harness.cases import cases_named
 from portable_gdn.harness.verify import verify
 verify(["fla-interpret"], full=True, cases=cases_named(["no tokens"]), in_process=True)
 assert "triton" not in sys.modules
-report = verify(["fla-interpret"], full=True, cases=cases_named(["one token"]), in_process=True)
+report = verify(["fla-interpret"], full=True, cases=cases_named(["a chunk and a token"]), in_process=True)
 assert report.ok, report
 """
     done = python(code)
