@@ -23,20 +23,24 @@ import numpy as np
 
 from ..spec.errors import GdnError
 
-__all__ = ["VARIABLE", "chosen", "possible", "start"]
+__all__ = ["VARIABLE", "chosen", "possible", "repair_imported", "start"]
 
 VARIABLE = "TRITON_INTERPRET"
-OLDEST = (3, 7)  # older ones fail in the chunk kernels
+OLDEST = (3, 7)  # older ones fail in the chunk kernels; 3.7.1, 3.8.0 and 3.9.0 were seen to work
 
 
 def chosen() -> bool:
-    """Whether this process interprets Triton kernels."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0")
+    """Whether this process interprets Triton kernels: as triton was imported, or as it would be."""
+    language = getattr(sys.modules.get("triton"), "language", None)
+    kernel = getattr(language, "softmax", None)  # one of Triton's own, decorated as the import found the environment
+    if kernel is not None:
+        return type(kernel).__name__ == "InterpretedFunction"
+    return os.environ.get(VARIABLE, "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def possible() -> str | None:
     """Why this process cannot interpret them any more, as a sentence, or None."""
-    if "triton" in sys.modules and not chosen():
+    if sys.modules.get("triton") is not None and not chosen():
         return f"triton was imported without its interpreter; start a fresh process, or one with {VARIABLE}=1"
     return None
 
@@ -53,6 +57,7 @@ def start() -> None:
         raise GdnError(f"backend 'fla-interpret' cannot run here: {why}.")
     os.environ[VARIABLE] = "1"
     # Libraries that FLA would hand a call to without a word, and functions that the interpreter lacks.
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     for name in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG", "FLA_INTRACARD_CP", "FLA_USE_FAST_OPS"):
         os.environ[name] = "0"
     import triton
@@ -170,8 +175,15 @@ def _bfloat16(interpreter: Any) -> None:
     interpreter.ReduceScanOpInterface.apply = apply
 
 
-def repair_gather() -> None:
-    """Give FLA's modules a ``gather`` that the interpreter sees; after FLA is imported."""
+@cache
+def repair_imported(module: str) -> None:
+    """Repair what FLA holds by itself, once for each of its modules that is imported; nothing where kernels compile."""
+    if chosen():
+        _repair_gather()
+
+
+def _repair_gather() -> None:
+    """Give FLA's modules a ``gather`` that the interpreter sees."""
     import triton.language as tl
 
     builtin = tl.gather
@@ -186,6 +198,7 @@ def repair_gather() -> None:
 def _test() -> None:
     """A bfloat16 product and a loop whose results are known."""
     import torch
+    import triton
 
     from .interpreted_gather import probe
 
@@ -196,5 +209,6 @@ def _test() -> None:
     expected = 3 * (a.float() @ b.float()) + 3  # a loop of three products, each plus its number
     if not torch.equal(out, expected):
         raise GdnError(
-            "the self-test of Triton's interpreter gives wrong numbers for bfloat16; do not trust this version."
+            f"triton {triton.__version__} cannot be made to interpret FLA's kernels: "
+            "a bfloat16 product in a loop, whose result is known, comes out wrong."
         )
