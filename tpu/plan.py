@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 
-__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "plan"]
+__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Pipeline", "Plan", "pipeline", "plan"]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128
@@ -121,3 +121,65 @@ def _plan(s: Signature, size: int, P: int) -> Plan:
         precision=s.precision,
         packed=s.packed,
     )
+
+
+class Pipeline(NamedTuple):
+    """The static numbers of the pipelined kernel: heads a tile wide, chunks of 128 tokens, rows that are sequences.
+
+    B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads;
+    summands of what products keep; scale; v_bytes of an element of v and o.
+    """
+
+    B: int
+    T: int
+    P: int
+    R: int
+    U: int
+    groups: int
+    summands: int
+    scale: float
+    v_bytes: int
+
+    @property
+    def heads(self) -> int:
+        """Value heads a grid step."""
+        return self.P * self.R
+
+    @property
+    def steps(self) -> int:
+        """Grid steps that read new tokens; one more drains the pipeline."""
+        return -(-self.T // (self.U * CHUNK))
+
+    @property
+    def tail(self) -> bool:
+        """Whether the last step reaches beyond T."""
+        return self.T % (self.U * CHUNK) != 0
+
+    @property
+    def vmem(self) -> int:
+        """Bytes of VMEM: blocks twice, scratch, and room for values that do not fit into registers."""
+        square = CHUNK * CHUNK
+        tokens = self.U * CHUNK * CHUNK
+        blocks = tokens * (4 * self.P * 2 + 2 * self.heads * self.v_bytes) + 4 * self.heads * square * 4
+        slot = self.heads * (self.summands * 2 * (3 * square + 112 * CHUNK) + 16 * CHUNK * 4) + square * 2
+        return 2 * blocks + self.U * slot + 4 * self.heads * square
+
+
+#: Chunks of a grid step of the pipeline: at least its depth.
+UNITS = 4
+
+
+def pipeline(s: Signature) -> Pipeline | None:
+    """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
+    if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
+        return None
+    if s.T < UNITS * CHUNK:
+        return None
+    R = s.HV // s.H
+    P = next((P for P in range(s.H, 0, -1) if s.H % P == 0 and P * R <= HEADS and (P * R) % 8 == 0), None)
+    if P is None:
+        return None
+    return Pipeline(
+        B=s.B, T=s.T, P=P, R=R, U=UNITS, groups=s.H // P, summands=1 if s.precision == "fast" else 2, scale=s.scale,
+        v_bytes=2 if s.dtype == "bfloat16" and s.conv is None else 4,
+    )  # fmt: skip

@@ -1,0 +1,417 @@
+"""The forward kernel for long sequences of heads that are a tile wide: chunks in a software pipeline.
+
+A chunk's work is one long chain of dependent products, and the matrix unit takes products in program order: a head by
+itself leaves it idle most of the time. So a grid step works on several heads, and of each on several chunks that are at
+different stages; what is written one after the other in this file is independent, and the stages of the phases alternate.
+
+| phase | chunk | what | unit |
+|---|---|---|---|
+| ``scores`` | c | decays, Akk, Aqk, k^T scaled for the state; diagonal blocks of 16, side by side | MXU, vector |
+| ``solve_16`` | c - 1 | those blocks' inverses, by substitution, in float32 | XLU, vector |
+| ``solve_64`` | c - 2 | joins blocks to 32, and begins to join them to 64 | MXU |
+| ``solve_128`` | c - 3 | joins blocks to 64 and to 128: the whole inverse | MXU |
+| ``advance`` | c - U | what the state and the chunk's own tokens give, the output, the next state | MXU, vector |
+
+U chunks share a grid step, each with scratch of its own, so that the compiler sees which loads and stores concern each
+other; chunk c's scratch is read by ``advance`` before ``scores`` fills it again.
+
+The algebra differs from the specification's in one place: writing M = (I + L diag(b))^-1, where Akk = diag(b) L, the
+inverse of the specification is T = diag(b) M diag(b)^-1, and Vn = diag(b) u with u = M (v - (k exp G) S). So gates only
+ever scale columns of matrices, which a row of lanes does for nothing, and u takes Vn's place (b enters Aqk and k^T).
+What must scale rows (exp G, and G itself in differences) is spread across the lanes by the matrix unit, from three
+bfloat16 pieces that add up to the float32 value, bit for bit: the lane broadcast of the XLU takes four times as long.
+
+A reset inside a chunk: row i sees columns j with i - j <= run_i, the number of tokens since the last reset, and 2^G
+is 0 behind a reset for whatever comes from before the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...spec.stages import RESET
+from ..plan import Pipeline
+
+__all__ = ["forward"]
+
+Array = Any
+Parts = tuple[Array, ...]
+
+C = 128  # tokens a chunk, lanes of a register, and the width of a head
+F32, BF16 = jnp.float32, jnp.bfloat16
+LOG2E = 1.4426950408889634
+#: bfloat16 pieces of a float32 number that add up to it exactly.
+PIECES = 3
+
+
+def _iota(shape: tuple[int, ...], axis: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=F32)
+
+
+def _halves(x: Array, count: int) -> Parts:
+    """x float32 as ``count`` bfloat16 summands, the larger first."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(BF16))
+        x = x - parts[-1].astype(F32)
+    return tuple(parts)
+
+
+def _product(a: Parts, b: Parts) -> Array:
+    """a b, each a sum of one or two summands; the product of the two smaller ones is left out.
+
+    Summands of a are stacked: they share what is loaded into the matrix unit.
+    """
+    rows = a[0].shape[0]
+    stacked = _dot(jnp.concatenate(a, 0), b[0]) if len(a) > 1 else _dot(a[0], b[0])
+    out = stacked[:rows]
+    if len(b) > 1:
+        out = out + _dot(a[0], b[1])
+    return out + stacked[rows:] if len(a) > 1 else out
+
+
+def _each(function: Any, *parts: Parts) -> Parts:
+    """A rearrangement of each summand."""
+    return tuple(function(*p) for p in zip(*parts, strict=True))
+
+
+class _Gates(NamedTuple):
+    """Of one chunk: heads in sublanes and tokens in lanes [heads, C], and what is to be spread from it.
+
+    G: base-2 sum of log decays since the last reset; b: gate; into: what a token leaves in the state after the chunk,
+    b 2^(G_C - G), 0 before a reset. columns [C, 7 heads] bfloat16: pieces of G, pieces of 2^G (0 behind a reset), and
+    tokens since the last reset.
+    """
+
+    G: Array
+    b: Array
+    into: Array
+    columns: Array
+
+
+def _gates(g: Array, b: Array, heads: int) -> list[_Gates]:
+    """Of several chunks, from log decays and gates [chunks heads, C]: the chain of rolls is waited for only once.
+
+    Doubling steps, in the order of ``spec.stages.decay``; ``last`` is the last reset among the tokens summed so far.
+    """
+    lane = _iota(g.shape, 1)
+    reset = g < RESET
+    last, G, step = jnp.where(reset, lane, -1), jnp.where(reset, 0.0, g) * LOG2E, 1
+    while step < C:
+        G = G + jnp.where((lane >= step) & (lane - last >= step), pltpu.roll(G, step, 1), 0.0)
+        last = jnp.where(lane >= step, jnp.maximum(last, pltpu.roll(last, step, 1)), last)
+        step *= 2
+    before = jnp.where(last < 0, jnp.exp2(G), 0.0)
+    seen = lane >= jnp.max(last, 1, keepdims=True)
+    total = jnp.sum(jnp.where(lane == C - 1, G, 0.0), 1, keepdims=True)
+    into = jnp.where(seen, b * jnp.exp2(jnp.where(seen, total - G, 0.0)), 0.0)
+    rows = [*(a.astype(F32) for a in (*_halves(G, PIECES), *_halves(before, PIECES))), (lane - last).astype(F32)]
+    found = []
+    for first in range(0, g.shape[0], heads):
+        here = slice(first, first + heads)
+        columns = jnp.concatenate([a[here] for a in rows], 0).T.astype(BF16)
+        found.append(_Gates(G[here], b[here], into[here], columns))
+    return found
+
+
+def _spread(heads: int, kinds: range, head: int) -> Array:
+    """The matrix that spreads those columns of a head over the lanes, adding them up: [7 heads, C]."""
+    row = _iota(((2 * PIECES + 1) * heads, C), 0)
+    wanted = row == kinds[0] * heads + head
+    for kind in kinds[1:]:
+        wanted |= row == kind * heads + head
+    return wanted.astype(BF16)
+
+
+G_PIECES, BEFORE_PIECES, RUN = range(PIECES), range(PIECES, 2 * PIECES), range(2 * PIECES, 2 * PIECES + 1)
+
+
+class _Refs(NamedTuple):
+    """Blocks of a grid step, U chunks each: what ``scores`` reads, what ``advance`` reads, results, and the state."""
+
+    q: Any
+    k: Any
+    g: Any
+    b: Any
+    q_late: Any
+    k_late: Any
+    v_late: Any
+    S_first: Any
+    o: Any
+    S_last: Any
+    S: Any
+
+
+class _Slot(NamedTuple):
+    """Scratch of one chunk, from its ``scores`` to its ``advance``; heads first, then summands where there are some."""
+
+    columns: Any  # [C, 7 heads] bfloat16
+    Aqk: Any  # [heads, n, C, C]
+    kt: Any  # [heads, n, C, C]
+    packed: Any  # [heads, 16, C] float32: diagonal blocks of 16, then their inverses
+    low16: Any  # [heads, n, 16, C]: Akk between blocks of 16 of one block of 32
+    low32: Any  # [heads, n, 32, C]: between blocks of 32 of one block of 64, the second pair rolled beside the first
+    low64: Any  # [heads, n, 64, C]: between the two blocks of 64, in the first 64 lanes
+    M: Any  # [heads, n, C, C]; before it is whole, blocks of 32 side by side and the product for the next level
+
+
+def _slot_shapes(p: Pipeline) -> list[Any]:
+    wide = lambda rows: pltpu.VMEM((p.heads, p.summands, rows, C), BF16)  # noqa: E731
+    return [
+        pltpu.VMEM((C, (2 * PIECES + 1) * p.heads), BF16),
+        wide(C), wide(C), pltpu.VMEM((p.heads, 16, C), F32), wide(16), wide(32), wide(64), wide(C),
+    ]  # fmt: skip
+
+
+def _write(ref: Any, head: int, parts: Parts, rows: slice = slice(None)) -> None:
+    for n, part in enumerate(parts):
+        ref[head, n, rows] = part
+
+
+def _read(ref: Any, head: int, rows: slice = slice(None)) -> Parts:
+    return tuple(ref[head, n, rows] for n in range(ref.shape[1]))
+
+
+class _Chunk:
+    """The phases of one chunk of a grid step, as generators that stop where a product's result is awaited."""
+
+    def __init__(
+        self, p: Pipeline, x: _Refs, slots: list[_Slot], gates: list[_Gates], u: int, first_token: Array
+    ) -> None:
+        self.p, self.x, self.slots, self.gates, self.u, self.first_token = p, x, slots, gates, u, first_token
+        self.row, self.col = _iota((C, C), 0), _iota((C, C), 1)
+
+    def _head(self, ref: Any, h: int) -> Array:
+        """Tokens of the chunk of a head [C, 128], as they lie in the block."""
+        return ref[0, self.u * C : (self.u + 1) * C, h * C : (h + 1) * C]
+
+    def _inside(self, shape: tuple[int, ...], axis: int, late: bool) -> Array:
+        """Which tokens of the chunk there are: the last chunks may reach beyond T."""
+        start = self.first_token + self.u * C - (self.p.U * C if late else 0)
+        return _iota(shape, axis) + start < self.p.T
+
+    def _block_diagonal(self, x: Array, size: int) -> Array:
+        """[size, C] blocks side by side as a block-diagonal [C, C]."""
+        return jnp.where(
+            self.row // size == self.col // size, jnp.concatenate([x] * (C // size), 0), jnp.zeros((), x.dtype)
+        )
+
+    def _gates(self) -> _Gates:
+        """Those of every chunk of the step are computed with the first."""
+        if self.u == 0:
+            p, rows = self.p, []
+            for ref in (self.x.g, self.x.b):
+                a = jnp.concatenate([ref[0, 0, :, u * C : (u + 1) * C] for u in range(p.U)], 0)
+                if p.tail:
+                    token = self.first_token + _iota(a.shape, 0) // p.heads * C + _iota(a.shape, 1)
+                    a = jnp.where(token < p.T, a, 0.0)
+                rows.append(a)
+            self.gates[:] = _gates(rows[0], rows[1], p.heads)
+        return self.gates[self.u]
+
+    def scores(self) -> Iterator[None]:
+        p, x, slot = self.p, self.x, self.slots[self.u]
+        ks = [self._head(x.k, h) for h in range(p.P)]
+        if p.tail:
+            keep = self._inside((C, C), 0, late=False)
+            ks = [jnp.where(keep, k, jnp.zeros((), k.dtype)) for k in ks]
+        kts = [k.T for k in ks]
+        qk = [_dot(jnp.concatenate([self._head(x.q, h), ks[h]], 0), kts[h]) for h in range(p.P)]
+        gates = self._gates()
+        yield
+        G = [_dot(gates.columns, _spread(p.heads, G_PIECES, i)) for i in range(p.heads)]
+        run = [_dot(gates.columns, _spread(p.heads, RUN, i)) for i in range(p.heads)]
+        yield
+        yield  # what follows writes what ``advance`` reads before
+        slot.columns[...] = gates.columns
+        distance = jnp.where(self.row >= self.col, self.row - self.col, 2 * C).astype(F32)
+        lane16, lane32 = _iota((16, C), 1), _iota((32, C), 1)
+        for i in range(p.heads):
+            seen = distance <= run[i]
+            D = jnp.exp2(jnp.where(seen, G[i] - gates.G[i : i + 1], -jnp.inf)) * gates.b[i : i + 1]
+            both = qk[i // p.R]
+            A = both[C:] * D
+            _write(slot.Aqk, i, _halves(both[:C] * D, p.summands))
+            _write(slot.kt, i, _halves(kts[i // p.R].astype(F32) * gates.into[i : i + 1], p.summands))
+            packed, low16 = A[:16], A[16:32]
+            for j in range(1, 8):
+                packed = jnp.where(lane16 // 16 == j, A[16 * j : 16 * j + 16], packed)
+            for j in range(1, 4):
+                low16 = jnp.where(lane16 // 32 == j, A[32 * j + 16 : 32 * j + 32], low16)
+            slot.packed[i] = jnp.where(_iota((16, C), 0) > lane16 % 16, packed, 0.0)
+            _write(slot.low16, i, _halves(jnp.where(lane16 % 32 < 16, low16, 0.0), p.summands))
+            low32 = jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1))
+            _write(slot.low32, i, _halves(low32, p.summands))
+            _write(slot.low64, i, _halves(A[64:], p.summands))
+        yield
+
+    def solve_16(self) -> Iterator[None]:
+        """Forward substitution: column j of every block is final after j steps."""
+        p, slot = self.p, self.slots[(self.u - 1) % self.p.U]
+        row, lane = _iota((16, C), 0), _iota((16, C), 1)
+        A = [slot.packed[i] for i in range(p.heads)]
+        X = [(row == lane % 16).astype(F32)] * p.heads
+        for j in range(15):
+            columns = [jnp.take_along_axis(a, lane // 16 * 16 + j, axis=1) for a in A]
+            X = [a - c * jnp.broadcast_to(a[j : j + 1], a.shape) for a, c in zip(X, columns, strict=True)]
+        for i in range(p.heads):
+            slot.packed[i] = X[i]
+        yield
+
+    def solve_64(self) -> Iterator[None]:
+        p, slot = self.p, self.slots[(self.u - 2) % self.p.U]
+        heads = range(p.heads)
+        lane16, lane32 = _iota((16, C), 1), _iota((32, C), 1)
+        X = [slot.packed[i] for i in heads]
+        parts = [_halves(a, p.summands) for a in X]
+        diagonal = lambda a: self._block_diagonal(a, 16)  # noqa: E731
+        low = [_product(_read(slot.low16, i), _each(diagonal, parts[i])) for i in heads]
+        yield
+        second = self.row // 32 == self.col // 32
+        second &= (self.row % 32 >= 16) & (self.col % 32 < 16)
+        place = lambda a: jnp.where(second, jnp.concatenate([a] * 8, 0), jnp.zeros((), a.dtype))  # noqa: E731
+        low = [_product(parts[i], _each(place, _halves(low[i], p.summands))) for i in heads]
+        yield
+        odd = lane16 % 32 >= 16
+        X = [jnp.concatenate([jnp.where(odd, 0.0, X[i]), jnp.where(odd, X[i], -low[i])], 0) for i in heads]
+        parts = [_halves(a, p.summands) for a in X]
+        zero = jnp.zeros((), BF16)
+        firsts = lambda a: jnp.concatenate(  # noqa: E731
+            [jnp.where(lane32 < 32, a, zero), jnp.where((lane32 >= 64) & (lane32 < 96), a, zero)], 0
+        )
+        low = [_product(_each(lambda a: a[:, :64], _read(slot.low32, i)), _each(firsts, parts[i])) for i in heads]
+        yield
+        for i in heads:
+            _write(slot.M, i, parts[i], slice(0, 32))
+            _write(slot.M, i, _halves(low[i], p.summands), slice(32, 64))
+
+    def solve_128(self) -> Iterator[None]:
+        p, slot = self.p, self.slots[(self.u - 3) % self.p.U]
+        heads = range(p.heads)
+        zero = jnp.zeros((), BF16)
+        lane32, lane64 = _iota((32, C), 1), _iota((64, C), 1)
+        X = [_read(slot.M, i, slice(0, 32)) for i in heads]
+        second = (self.row // 64 == self.col // 64) & (self.row % 64 >= 32) & (self.col % 64 < 32)
+        place = lambda a: jnp.where(second, jnp.concatenate([a] * 4, 0), zero)  # noqa: E731
+        low = [_product(X[i], _each(place, _read(slot.M, i, slice(32, 64)))) for i in heads]
+        yield
+        odd = lane32 % 64 >= 32
+        join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
+        X = [_each(join, X[i], _halves(low[i], p.summands)) for i in heads]
+        low = [_product(_each(lambda a: a[:, :64], _read(slot.low64, i)), X[i]) for i in heads]
+        yield
+        left = lane64 < 64
+        below = lambda a: jnp.concatenate([jnp.zeros((64, C), BF16), jnp.where(left, a, zero)], 0)  # noqa: E731
+        low = [_product(X[i], _each(below, _halves(low[i], p.summands))) for i in heads]
+        yield
+        for i in heads:
+            _write(slot.M, i, _each(lambda a: jnp.where(left, a, zero), X[i]), slice(0, 64))
+            whole = _each(lambda a, b: jnp.where(left, -b, a), X[i], _halves(low[i], p.summands))
+            _write(slot.M, i, whole, slice(64, C))
+
+    def advance(self) -> Iterator[None]:
+        p, x, slot = self.p, self.x, self.slots[self.u]
+        heads = range(p.heads)
+        S = [x.S[i] for i in heads]
+        from_state = []
+        for h in range(p.P):
+            qk = jnp.concatenate([self._head(x.q_late, h), self._head(x.k_late, h)], 0)
+            wide = _dot(qk, jnp.concatenate([S[h * p.R + r].astype(BF16) for r in range(p.R)], 1))
+            from_state += [wide[:, r * C : (r + 1) * C] for r in range(p.R)]
+        before = [_dot(slot.columns[...], _spread(p.heads, BEFORE_PIECES, i)) for i in heads]
+        yield
+        rest = []
+        for i in heads:
+            a = self._head(x.v_late, i).astype(F32) - from_state[i][C:] * before[i]
+            rest.append(jnp.where(self._inside((C, C), 0, late=True), a, 0.0) if p.tail else a)
+        u = [_product(_read(slot.M, i), _halves(rest[i], p.summands)) for i in heads]
+        yield
+        stack = lambda a, b: jnp.concatenate([a, b], 0)  # noqa: E731
+        both = [_product(_each(stack, _read(slot.Aqk, i), _read(slot.kt, i)), _halves(u[i], p.summands)) for i in heads]
+        yield
+        for i in heads:
+            o = (from_state[i][:C] * before[i] + both[i][:C]) * p.scale
+            x.o[0, self.u * C : (self.u + 1) * C, i * C : (i + 1) * C] = o.astype(x.o.dtype)
+            x.S[i] = S[i] * before[i][C - 1 :] + both[i][C:]
+        yield
+
+
+def _kernel(p: Pipeline, *refs: Any) -> None:
+    x, scratch = _Refs(*refs[: len(_Refs._fields)]), refs[len(_Refs._fields) :]
+    size = len(_Slot._fields)
+    slots = [_Slot(*scratch[n * size : (n + 1) * size]) for n in range(p.U)]
+    step = pl.program_id(2)
+
+    @pl.when(step == 1)  # the first in which chunks advance
+    def _() -> None:
+        x.S[...] = x.S_first[0]
+
+    gates: list[_Gates] = []
+    for u in range(p.U):
+        chunk = _Chunk(p, x, slots, gates, u, step * (p.U * C))
+        phases = [chunk.advance(), chunk.solve_128(), chunk.solve_64(), chunk.solve_16(), chunk.scores()]
+        while phases:
+            phases = [phase for phase in phases if next(phase, phase) is not phase]
+
+    @pl.when(step == p.steps)
+    def _() -> None:
+        x.S_last[0] = x.S[...]
+
+
+def forward(
+    p: Pipeline, q: Array, k: Array, v: Array, g: Array, b: Array, S: Array, *, interpret: Any = False
+) -> tuple[Array, Array]:
+    """The bare rule.
+
+    Args:
+        p: the plan.
+        q, k: [B, T, H, 128] bfloat16.
+        v: [B, T, HV, 128] bfloat16 or float32, the dtype of o.
+        g, b: log decay and gate, [B, T, HV] float32.
+        S: states that the rows start from, [B, HV, 128, 128] float32.
+        interpret: False, True (generic) or ``pltpu.InterpretParams``.
+
+    Returns:
+        o [B, T, HV, 128] and the final states.
+    """
+    flat = lambda a: jnp.reshape(a, (p.B, p.T, -1))  # noqa: E731
+    rows = [jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads, p.T)) for a in (g, b)]
+    tokens = p.U * C
+    now = lambda c: jnp.minimum(c, p.steps - 1)  # noqa: E731
+    late = lambda c: jnp.maximum(c - 1, 0)  # noqa: E731
+
+    def block(width: int, when: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((1, tokens, width), lambda r, h, c: (r, when(c), h))
+
+    row = pl.BlockSpec((1, 1, p.heads, tokens), lambda r, h, c: (r, h, 0, now(c)))
+    state = pl.BlockSpec((1, p.heads, C, C), lambda r, h, c: (r, h, 0, 0))
+    keys, values = p.P * C, p.heads * C
+    o, final = pl.pallas_call(
+        lambda *refs: _kernel(p, *refs),
+        name="gated_delta_rule_pipeline",
+        grid=(p.B, p.groups, p.steps + 1),
+        in_specs=[
+            block(keys, now), block(keys, now), row, row, block(keys, late), block(keys, late), block(values, late), state,
+        ],
+        out_specs=[block(values, late), state],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.B, p.T, p.groups * values), v.dtype), jax.ShapeDtypeStruct(S.shape, F32),
+        ],
+        scratch_shapes=[pltpu.VMEM((p.heads, C, C), F32), *_slot_shapes(p) * p.U],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=p.vmem + (8 << 20)
+        ),
+        interpret=interpret,
+    )(flat(q), flat(k), *rows, flat(q), flat(k), flat(v), S)  # fmt: skip
+    return jnp.reshape(o, v.shape), final
