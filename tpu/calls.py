@@ -13,8 +13,10 @@ from jax import lax
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
+from .kernels import stages as own_stages
 from .kernels.forward import forward
-from .plan import plan
+from .kernels.pipeline import forward as pipelined
+from .plan import Core, pipeline, plan
 
 __all__ = ["compute", "probe"]
 
@@ -70,19 +72,13 @@ def _by_kernel(
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
     bounds = operands.get("cu_seqlens")
-    o, state, stage = forward(
-        p,
-        x.q.astype(keys),
-        x.k.astype(keys),
-        x.v.astype(values),
-        x.g[..., 0],
-        x.b[..., 0],
-        S,
-        bounds,
-        interpret=interpret,
-        stages=stages,
-        probe=probed,
-    )
+    q, k, v = x.q.astype(keys), x.k.astype(keys), x.v.astype(values)
+    g, b = x.g[..., 0], x.b[..., 0]
+    line = pipeline(s, _core()) if stages is own_stages and not probed else None
+    if line is not None:
+        o, state, stage = *pipelined(line, q, k, v, g, b, S, interpret=interpret), {}
+    else:
+        o, state, stage = forward(p, q, k, v, g, b, S, bounds, interpret=interpret, stages=stages, probe=probed)
     if bounds is not None:  # boundaries that nobody could check: no chunk has been where no sequence is
         o = jnp.where((jnp.arange(s.T) < jnp.asarray(bounds)[-1])[:, None, None], o, jnp.zeros((), o.dtype))
     return (
@@ -90,6 +86,17 @@ def _by_kernel(
         swap_state(jnp, s, state) if s.output_final_state else None,
         x.conv_state,
     ), stage
+
+
+def _core() -> Core:
+    """Of the TPU that is compiled for; a common one where nobody knows, as in an interpreter."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        found = pltpu.get_tpu_info()
+    except Exception:  # no TPU, or one that this jax does not know
+        return Core()
+    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

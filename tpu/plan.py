@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 
-__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Pipeline", "Plan", "pipeline", "plan"]
+__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Core", "Pipeline", "Plan", "pipeline", "plan"]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128
@@ -127,7 +127,8 @@ class Pipeline(NamedTuple):
     """The static numbers of the pipelined kernel: heads a tile wide, chunks of 128 tokens, rows that are sequences.
 
     B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads;
-    summands of what products keep; scale; v_bytes of an element of v and o.
+    parts that cores share; summands of what products keep; scale; v_bytes of an element of v and o; wide_mxu: whether
+    matrix units are 256 x 256.
     """
 
     B: int
@@ -136,9 +137,11 @@ class Pipeline(NamedTuple):
     R: int
     U: int
     groups: int
+    parts: int
     summands: int
     scale: float
     v_bytes: int
+    wide_mxu: bool
 
     @property
     def heads(self) -> int:
@@ -147,8 +150,13 @@ class Pipeline(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Grid steps that read new tokens; one more drains the pipeline."""
+        """Grid steps of a row and a group of heads."""
         return -(-self.T // (self.U * CHUNK))
+
+    @property
+    def entries(self) -> int:
+        """Grid steps of a part that read new tokens; one more drains the pipeline."""
+        return self.B * self.groups // self.parts * self.steps
 
     @property
     def tail(self) -> bool:
@@ -157,29 +165,48 @@ class Pipeline(NamedTuple):
 
     @property
     def vmem(self) -> int:
-        """Bytes of VMEM: blocks twice, scratch, and room for values that do not fit into registers."""
+        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
         square = CHUNK * CHUNK
         tokens = self.U * CHUNK * CHUNK
         blocks = tokens * (4 * self.P * 2 + 2 * self.heads * self.v_bytes) + 4 * self.heads * square * 4
         slot = self.heads * (self.summands * 2 * (3 * square + 112 * CHUNK) + 16 * CHUNK * 4) + square * 2
-        return 2 * blocks + self.U * slot + 4 * self.heads * square
+        return 2 * blocks + self.U * slot + self.heads * square * (16 + 32 * self.summands)
 
 
 #: Chunks of a grid step of the pipeline: at least its depth.
 UNITS = 4
 
 
-def pipeline(s: Signature) -> Pipeline | None:
+class Core(NamedTuple):
+    """Of the chip that is compiled for: side of a matrix unit, cores of a device, bytes of VMEM."""
+
+    mxu_side: int = 256
+    cores: int = 1
+    vmem: int = 64 << 20
+
+
+def pipeline(s: Signature, core: Core) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
     if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
         return None
-    if s.T < UNITS * CHUNK:
+    if s.T <= UNITS * CHUNK:
         return None
     R = s.HV // s.H
-    P = next((P for P in range(s.H, 0, -1) if s.H % P == 0 and P * R <= HEADS and (P * R) % 8 == 0), None)
+    # A block's gates are whole tiles, or all that there are.
+    P = next((P for P in range(s.H, 0, -1) if s.H % P == 0 and P * R <= HEADS and (P * R % 8 == 0 or P == s.H)), None)
     if P is None:
         return None
-    return Pipeline(
-        B=s.B, T=s.T, P=P, R=R, U=UNITS, groups=s.H // P, summands=1 if s.precision == "fast" else 2, scale=s.scale,
+    p = Pipeline(
+        B=s.B,
+        T=s.T,
+        P=P,
+        R=R,
+        U=UNITS,
+        groups=s.H // P,
+        parts=core.cores if s.B * (s.H // P) % core.cores == 0 else 1,
+        summands=1 if s.precision == "fast" else 2,
+        scale=s.scale,
         v_bytes=2 if s.dtype == "bfloat16" and s.conv is None else 4,
-    )  # fmt: skip
+        wide_mxu=core.mxu_side == 256,
+    )
+    return p if p.vmem <= core.vmem else None

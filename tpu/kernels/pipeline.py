@@ -2,7 +2,7 @@
 
 A chunk's work is one long chain of dependent products, and the matrix unit takes products in program order: a head by
 itself leaves it idle most of the time. So a grid step works on several heads, and of each on several chunks that are at
-different stages; what is written one after the other in this file is independent, and the stages of the phases alternate.
+different stages; what the file has side by side is independent, and heads and phases alternate in program order.
 
 | phase | chunk | what | unit |
 |---|---|---|---|
@@ -28,6 +28,8 @@ is 0 behind a reset for whatever comes from before the chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -68,17 +70,22 @@ def _halves(x: Array, count: int) -> Parts:
     return tuple(parts)
 
 
-def _product(a: Parts, b: Parts) -> Array:
-    """a b, each a sum of one or two summands; the product of the two smaller ones is left out.
+def _product(p: Pipeline, a: Parts, b: Parts) -> Array:
+    """a b, each one array or a sum of two.
 
-    Summands of a are stacked: they share what is loaded into the matrix unit.
+    Four products of whole tiles fill a matrix unit of 256 x 256 twice as well as four by themselves: summands of a lie
+    side by side, those of b in all four quarters. Elsewhere, and where a is narrower, summands of a are stacked, since
+    they share what is loaded into the unit, and the two small summands' product is left out.
     """
-    rows = a[0].shape[0]
-    stacked = _dot(jnp.concatenate(a, 0), b[0]) if len(a) > 1 else _dot(a[0], b[0])
-    out = stacked[:rows]
-    if len(b) > 1:
-        out = out + _dot(a[0], b[1])
-    return out + stacked[rows:] if len(a) > 1 else out
+    if len(a) == 1:
+        return _dot(a[0], b[0])
+    rows, depth = a[0].shape
+    if depth == C and p.wide_mxu:
+        wide = jnp.concatenate(b, 1)
+        both = _dot(jnp.concatenate(a, 1), jnp.concatenate([wide, wide], 0))
+        return both[:, :C] + both[:, C:]
+    stacked = _dot(jnp.concatenate(a, 0), b[0])
+    return stacked[:rows] + stacked[rows:] + _dot(a[0], b[1])
 
 
 def _each(function: Any, *parts: Parts) -> Parts:
@@ -90,17 +97,19 @@ class _Gates(NamedTuple):
     """Of one chunk: heads in sublanes and tokens in lanes [heads, C], and what is to be spread from it.
 
     G: base-2 sum of log decays since the last reset; b: gate; into: what a token leaves in the state after the chunk,
-    b 2^(G_C - G), 0 before a reset. columns [C, 7 heads] bfloat16: pieces of G, pieces of 2^G (0 behind a reset), and
-    tokens since the last reset.
+    b 2^(G_C - G), 0 before a reset. As columns to be spread, float32 [C, heads] or bfloat16 pieces side by side
+    [C, 3 heads]: sum, which is G; before, 2^G or 0 behind a reset; run, the number of tokens since the last reset.
     """
 
     G: Array
     b: Array
     into: Array
-    columns: Array
+    sum: Array
+    before: Array
+    run: Array
 
 
-def _gates(g: Array, b: Array, heads: int) -> list[_Gates]:
+def _gates(p: Pipeline, g: Array, b: Array) -> list[_Gates]:
     """Of several chunks, from log decays and gates [chunks heads, C]: the chain of rolls is waited for only once.
 
     Doubling steps, in the order of ``spec.stages.decay``; ``last`` is the last reset among the tokens summed so far.
@@ -116,25 +125,35 @@ def _gates(g: Array, b: Array, heads: int) -> list[_Gates]:
     seen = lane >= jnp.max(last, 1, keepdims=True)
     total = jnp.sum(jnp.where(lane == C - 1, G, 0.0), 1, keepdims=True)
     into = jnp.where(seen, b * jnp.exp2(jnp.where(seen, total - G, 0.0)), 0.0)
-    rows = [*(a.astype(F32) for a in (*_halves(G, PIECES), *_halves(before, PIECES))), (lane - last).astype(F32)]
+    # The matrix unit spreads what leaves the XLU free; with two summands it has more to do itself.
+    exact = lambda a: [a]  # noqa: E731
+    pieces = lambda a: [piece.astype(F32) for piece in _halves(a, PIECES)]  # noqa: E731
+    by_xlu = p.summands > 1
+    kinds = [
+        pieces(G),
+        (exact if by_xlu else pieces)(before),
+        exact((lane - last).astype(F32)),  # which bfloat16 holds, too
+    ]
     found = []
-    for first in range(0, g.shape[0], heads):
-        here = slice(first, first + heads)
-        columns = jnp.concatenate([a[here] for a in rows], 0).T.astype(BF16)
-        found.append(_Gates(G[here], b[here], into[here], columns))
+    for first in range(0, g.shape[0], p.heads):
+        here = slice(first, first + p.heads)
+        columns = jnp.concatenate([a[here] for kind in kinds for a in kind], 0).T
+        cuts = [0]
+        for kind in kinds:
+            cuts.append(cuts[-1] + len(kind) * p.heads)
+        sum_, before_, run = (columns[:, a:b] for a, b in pairwise(cuts))
+        if not by_xlu:
+            before_, run = before_.astype(BF16), run.astype(BF16)
+        found.append(_Gates(G[here], b[here], into[here], sum_.astype(BF16), before_, run))
     return found
 
 
-def _spread(heads: int, kinds: range, head: int) -> Array:
-    """The matrix that spreads those columns of a head over the lanes, adding them up: [7 heads, C]."""
-    row = _iota(((2 * PIECES + 1) * heads, C), 0)
-    wanted = row == kinds[0] * heads + head
-    for kind in kinds[1:]:
-        wanted |= row == kind * heads + head
-    return wanted.astype(BF16)
-
-
-G_PIECES, BEFORE_PIECES, RUN = range(PIECES), range(PIECES, 2 * PIECES), range(2 * PIECES, 2 * PIECES + 1)
+def _spread(columns: Array, heads: int, head: int) -> Array:
+    """A head's column over the lanes: float32 by the XLU, pieces of it by the matrix unit, which adds them up."""
+    if columns.dtype == F32:
+        return jnp.broadcast_to(columns[:, head : head + 1], (C, C))
+    row = _iota((columns.shape[1], C), 0)
+    return _dot(columns, (row % heads == head).astype(BF16))
 
 
 class _Refs(NamedTuple):
@@ -156,7 +175,7 @@ class _Refs(NamedTuple):
 class _Slot(NamedTuple):
     """Scratch of one chunk, from its ``scores`` to its ``advance``; heads first, then summands where there are some."""
 
-    columns: Any  # [C, 7 heads] bfloat16
+    before: Any  # a column a head, of 2^G, 0 behind a reset; see _Gates
     Aqk: Any  # [heads, n, C, C]
     kt: Any  # [heads, n, C, C]
     packed: Any  # [heads, 16, C] float32: diagonal blocks of 16, then their inverses
@@ -169,7 +188,7 @@ class _Slot(NamedTuple):
 def _slot_shapes(p: Pipeline) -> list[Any]:
     wide = lambda rows: pltpu.VMEM((p.heads, p.summands, rows, C), BF16)  # noqa: E731
     return [
-        pltpu.VMEM((C, (2 * PIECES + 1) * p.heads), BF16),
+        pltpu.VMEM((C, p.heads), F32) if p.summands > 1 else pltpu.VMEM((C, PIECES * p.heads), BF16),
         wide(C), wide(C), pltpu.VMEM((p.heads, 16, C), F32), wide(16), wide(32), wide(64), wide(C),
     ]  # fmt: skip
 
@@ -187,19 +206,20 @@ class _Chunk:
     """The phases of one chunk of a grid step, as generators that stop where a product's result is awaited."""
 
     def __init__(
-        self, p: Pipeline, x: _Refs, slots: list[_Slot], gates: list[_Gates], u: int, first_token: Array
+        self, p: Pipeline, x: _Refs, slots: list[_Slot], gates: list[_Gates], u: int, scored: Array, advanced: Array
     ) -> None:
-        self.p, self.x, self.slots, self.gates, self.u, self.first_token = p, x, slots, gates, u, first_token
+        """``scored``, ``advanced``: the first token of the grid step for the phases of these names."""
+        self.p, self.x, self.slots, self.gates, self.u = p, x, slots, gates, u
+        self.scored, self.advanced = scored, advanced
         self.row, self.col = _iota((C, C), 0), _iota((C, C), 1)
 
     def _head(self, ref: Any, h: int) -> Array:
         """Tokens of the chunk of a head [C, 128], as they lie in the block."""
         return ref[0, self.u * C : (self.u + 1) * C, h * C : (h + 1) * C]
 
-    def _inside(self, shape: tuple[int, ...], axis: int, late: bool) -> Array:
-        """Which tokens of the chunk there are: the last chunks may reach beyond T."""
-        start = self.first_token + self.u * C - (self.p.U * C if late else 0)
-        return _iota(shape, axis) + start < self.p.T
+    def _inside(self, first: Array) -> Array:
+        """Which rows of the chunk [C, C] are tokens that there are: the last chunks may reach beyond T."""
+        return self.row + (first + self.u * C) < self.p.T
 
     def _block_diagonal(self, x: Array, size: int) -> Array:
         """[size, C] blocks side by side as a block-diagonal [C, C]."""
@@ -214,47 +234,53 @@ class _Chunk:
             for ref in (self.x.g, self.x.b):
                 a = jnp.concatenate([ref[0, 0, :, u * C : (u + 1) * C] for u in range(p.U)], 0)
                 if p.tail:
-                    token = self.first_token + _iota(a.shape, 0) // p.heads * C + _iota(a.shape, 1)
+                    token = self.scored + _iota(a.shape, 0) // p.heads * C + _iota(a.shape, 1)
                     a = jnp.where(token < p.T, a, 0.0)
                 rows.append(a)
-            self.gates[:] = _gates(rows[0], rows[1], p.heads)
+            self.gates[:] = _gates(p, rows[0], rows[1])
         return self.gates[self.u]
 
     def scores(self) -> Iterator[None]:
         p, x, slot = self.p, self.x, self.slots[self.u]
-        ks = [self._head(x.k, h) for h in range(p.P)]
-        if p.tail:
-            keep = self._inside((C, C), 0, late=False)
-            ks = [jnp.where(keep, k, jnp.zeros((), k.dtype)) for k in ks]
-        kts = [k.T for k in ks]
-        qk = [_dot(jnp.concatenate([self._head(x.q, h), ks[h]], 0), kts[h]) for h in range(p.P)]
+        heads, kts, qk, G, run = range(p.heads), [], [], [], []
         gates = self._gates()
-        yield
-        G = [_dot(gates.columns, _spread(p.heads, G_PIECES, i)) for i in range(p.heads)]
-        run = [_dot(gates.columns, _spread(p.heads, RUN, i)) for i in range(p.heads)]
-        yield
-        yield  # what follows writes what ``advance`` reads before
-        slot.columns[...] = gates.columns
+        for i in heads:
+            if i % p.R == 0:
+                k = self._head(x.k, i // p.R)
+                if p.tail:
+                    k = jnp.where(self._inside(self.scored), k, jnp.zeros((), k.dtype))
+                kts.append(k.T)
+                qk.append(_dot(jnp.concatenate([self._head(x.q, i // p.R), k], 0), kts[-1]))
+            yield
+        for i in heads:
+            G.append(_spread(gates.sum, p.heads, i))
+            run.append(_spread(gates.run, p.heads, i))
+            yield
+        for _ in heads:  # what follows writes what ``advance`` reads before
+            yield
+        slot.before[...] = gates.before
         distance = jnp.where(self.row >= self.col, self.row - self.col, 2 * C).astype(F32)
-        lane16, lane32 = _iota((16, C), 1), _iota((32, C), 1)
-        for i in range(p.heads):
+        for i in heads:
             seen = distance <= run[i]
             D = jnp.exp2(jnp.where(seen, G[i] - gates.G[i : i + 1], -jnp.inf)) * gates.b[i : i + 1]
             both = qk[i // p.R]
-            A = both[C:] * D
             _write(slot.Aqk, i, _halves(both[:C] * D, p.summands))
             _write(slot.kt, i, _halves(kts[i // p.R].astype(F32) * gates.into[i : i + 1], p.summands))
-            packed, low16 = A[:16], A[16:32]
-            for j in range(1, 8):
-                packed = jnp.where(lane16 // 16 == j, A[16 * j : 16 * j + 16], packed)
-            for j in range(1, 4):
-                low16 = jnp.where(lane16 // 32 == j, A[32 * j + 16 : 32 * j + 32], low16)
-            slot.packed[i] = jnp.where(_iota((16, C), 0) > lane16 % 16, packed, 0.0)
-            _write(slot.low16, i, _halves(jnp.where(lane16 % 32 < 16, low16, 0.0), p.summands))
-            low32 = jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1))
-            _write(slot.low32, i, _halves(low32, p.summands))
-            _write(slot.low64, i, _halves(A[64:], p.summands))
-        yield
+            self._write_blocks(slot, i, both[C:] * D)
+            yield
+
+    def _write_blocks(self, slot: _Slot, i: int, A: Array) -> None:
+        """The blocks of A that the inverse is built from, each level's side by side."""
+        lane16, lane32, n = _iota((16, C), 1), _iota((32, C), 1), self.p.summands
+        packed, low16 = A[:16], A[16:32]
+        for j in range(1, 8):
+            packed = jnp.where(lane16 // 16 == j, A[16 * j : 16 * j + 16], packed)
+        for j in range(1, 4):
+            low16 = jnp.where(lane16 // 32 == j, A[32 * j + 16 : 32 * j + 32], low16)
+        slot.packed[i] = jnp.where(_iota((16, C), 0) > lane16 % 16, packed, 0.0)
+        _write(slot.low16, i, _halves(jnp.where(lane16 % 32 < 16, low16, 0.0), n))
+        _write(slot.low32, i, _halves(jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1)), n))
+        _write(slot.low64, i, _halves(A[64:], n))
 
     def solve_16(self) -> Iterator[None]:
         """Forward substitution: column j of every block is final after j steps."""
@@ -271,102 +297,124 @@ class _Chunk:
 
     def solve_64(self) -> Iterator[None]:
         p, slot = self.p, self.slots[(self.u - 2) % self.p.U]
-        heads = range(p.heads)
+        heads, low, X = range(p.heads), [], []
+        zero = jnp.zeros((), BF16)
         lane16, lane32 = _iota((16, C), 1), _iota((32, C), 1)
-        X = [slot.packed[i] for i in heads]
-        parts = [_halves(a, p.summands) for a in X]
-        diagonal = lambda a: self._block_diagonal(a, 16)  # noqa: E731
-        low = [_product(_read(slot.low16, i), _each(diagonal, parts[i])) for i in heads]
-        yield
+        for i in heads:
+            X.append(_halves(slot.packed[i], p.summands))
+            diagonal = lambda a: self._block_diagonal(a, 16)  # noqa: E731
+            low.append(_product(p, _read(slot.low16, i), _each(diagonal, X[i])))
+            yield
         second = self.row // 32 == self.col // 32
         second &= (self.row % 32 >= 16) & (self.col % 32 < 16)
-        place = lambda a: jnp.where(second, jnp.concatenate([a] * 8, 0), jnp.zeros((), a.dtype))  # noqa: E731
-        low = [_product(parts[i], _each(place, _halves(low[i], p.summands))) for i in heads]
-        yield
+        place = lambda a: jnp.where(second, jnp.concatenate([a] * 8, 0), zero)  # noqa: E731
+        for i in heads:
+            low[i] = _product(p, X[i], _each(place, _halves(low[i], p.summands)))
+            yield
         odd = lane16 % 32 >= 16
-        X = [jnp.concatenate([jnp.where(odd, 0.0, X[i]), jnp.where(odd, X[i], -low[i])], 0) for i in heads]
-        parts = [_halves(a, p.summands) for a in X]
-        zero = jnp.zeros((), BF16)
+        join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
         firsts = lambda a: jnp.concatenate(  # noqa: E731
             [jnp.where(lane32 < 32, a, zero), jnp.where((lane32 >= 64) & (lane32 < 96), a, zero)], 0
         )
-        low = [_product(_each(lambda a: a[:, :64], _read(slot.low32, i)), _each(firsts, parts[i])) for i in heads]
-        yield
         for i in heads:
-            _write(slot.M, i, parts[i], slice(0, 32))
+            X[i] = _each(join, X[i], _halves(low[i], p.summands))
+            low[i] = _product(p, _each(lambda a: a[:, :64], _read(slot.low32, i)), _each(firsts, X[i]))
+            yield
+        for i in heads:
+            _write(slot.M, i, X[i], slice(0, 32))
             _write(slot.M, i, _halves(low[i], p.summands), slice(32, 64))
+            yield
 
     def solve_128(self) -> Iterator[None]:
         p, slot = self.p, self.slots[(self.u - 3) % self.p.U]
-        heads = range(p.heads)
+        heads, X, low = range(p.heads), [], []
         zero = jnp.zeros((), BF16)
         lane32, lane64 = _iota((32, C), 1), _iota((64, C), 1)
-        X = [_read(slot.M, i, slice(0, 32)) for i in heads]
         second = (self.row // 64 == self.col // 64) & (self.row % 64 >= 32) & (self.col % 64 < 32)
         place = lambda a: jnp.where(second, jnp.concatenate([a] * 4, 0), zero)  # noqa: E731
-        low = [_product(X[i], _each(place, _read(slot.M, i, slice(32, 64)))) for i in heads]
-        yield
+        for i in heads:
+            X.append(_read(slot.M, i, slice(0, 32)))
+            low.append(_product(p, X[i], _each(place, _read(slot.M, i, slice(32, 64)))))
+            yield
         odd = lane32 % 64 >= 32
         join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
-        X = [_each(join, X[i], _halves(low[i], p.summands)) for i in heads]
-        low = [_product(_each(lambda a: a[:, :64], _read(slot.low64, i)), X[i]) for i in heads]
-        yield
+        for i in heads:
+            X[i] = _each(join, X[i], _halves(low[i], p.summands))
+            low[i] = _product(p, _each(lambda a: a[:, :64], _read(slot.low64, i)), X[i])
+            yield
         left = lane64 < 64
         below = lambda a: jnp.concatenate([jnp.zeros((64, C), BF16), jnp.where(left, a, zero)], 0)  # noqa: E731
-        low = [_product(X[i], _each(below, _halves(low[i], p.summands))) for i in heads]
-        yield
+        for i in heads:
+            low[i] = _product(p, X[i], _each(below, _halves(low[i], p.summands)))
+            yield
         for i in heads:
             _write(slot.M, i, _each(lambda a: jnp.where(left, a, zero), X[i]), slice(0, 64))
             whole = _each(lambda a, b: jnp.where(left, -b, a), X[i], _halves(low[i], p.summands))
             _write(slot.M, i, whole, slice(64, C))
+            yield
 
     def advance(self) -> Iterator[None]:
         p, x, slot = self.p, self.x, self.slots[self.u]
-        heads = range(p.heads)
-        S = [x.S[i] for i in heads]
-        from_state = []
-        for h in range(p.P):
-            qk = jnp.concatenate([self._head(x.q_late, h), self._head(x.k_late, h)], 0)
-            wide = _dot(qk, jnp.concatenate([S[h * p.R + r].astype(BF16) for r in range(p.R)], 1))
-            from_state += [wide[:, r * C : (r + 1) * C] for r in range(p.R)]
-        before = [_dot(slot.columns[...], _spread(p.heads, BEFORE_PIECES, i)) for i in heads]
-        yield
-        rest = []
+        heads, S, from_state, before, u = range(p.heads), [], [], [], []
         for i in heads:
-            a = self._head(x.v_late, i).astype(F32) - from_state[i][C:] * before[i]
-            rest.append(jnp.where(self._inside((C, C), 0, late=True), a, 0.0) if p.tail else a)
-        u = [_product(_read(slot.M, i), _halves(rest[i], p.summands)) for i in heads]
-        yield
+            S.append(x.S[i])
+            if i % p.R == p.R - 1:
+                h = i // p.R
+                qk = jnp.concatenate([self._head(x.q_late, h), self._head(x.k_late, h)], 0)
+                wide = _dot(qk, jnp.concatenate([a.astype(BF16) for a in S[h * p.R :]], 1))
+                from_state += [wide[:, r * C : (r + 1) * C] for r in range(p.R)]
+            before.append(_spread(slot.before[...], p.heads, i))
+            yield
+        for i in heads:
+            rest = self._head(x.v_late, i).astype(F32) - from_state[i][C:] * before[i]
+            if p.tail:
+                rest = jnp.where(self._inside(self.advanced), rest, 0.0)
+            u.append(_product(p, _read(slot.M, i), _halves(rest, p.summands)))
+            yield
         stack = lambda a, b: jnp.concatenate([a, b], 0)  # noqa: E731
-        both = [_product(_each(stack, _read(slot.Aqk, i), _read(slot.kt, i)), _halves(u[i], p.summands)) for i in heads]
-        yield
         for i in heads:
-            o = (from_state[i][:C] * before[i] + both[i][:C]) * p.scale
+            both = _each(stack, _read(slot.Aqk, i), _read(slot.kt, i))
+            u[i] = _product(p, both, _halves(u[i], p.summands))
+            yield
+        for i in heads:
+            o = (from_state[i][:C] * before[i] + u[i][:C]) * p.scale
             x.o[0, self.u * C : (self.u + 1) * C, i * C : (i + 1) * C] = o.astype(x.o.dtype)
-            x.S[i] = S[i] * before[i][C - 1 :] + both[i][C:]
-        yield
+            x.S[i] = S[i] * before[i][C - 1 :] + u[i][C:]
+            yield
 
 
 def _kernel(p: Pipeline, *refs: Any) -> None:
     x, scratch = _Refs(*refs[: len(_Refs._fields)]), refs[len(_Refs._fields) :]
     size = len(_Slot._fields)
     slots = [_Slot(*scratch[n * size : (n + 1) * size]) for n in range(p.U)]
-    step = pl.program_id(2)
+    entry = pl.program_id(1)
+    scored, advanced = (lax.rem(at, jnp.int32(p.steps)) for at in (_now(p, entry), _late(entry)))
 
-    @pl.when(step == 1)  # the first in which chunks advance
+    @pl.when(advanced == 0)
     def _() -> None:
         x.S[...] = x.S_first[0]
 
     gates: list[_Gates] = []
     for u in range(p.U):
-        chunk = _Chunk(p, x, slots, gates, u, step * (p.U * C))
+        chunk = _Chunk(p, x, slots, gates, u, scored * (p.U * C), advanced * (p.U * C))
         phases = [chunk.advance(), chunk.solve_128(), chunk.solve_64(), chunk.solve_16(), chunk.scores()]
         while phases:
             phases = [phase for phase in phases if next(phase, phase) is not phase]
 
-    @pl.when(step == p.steps)
+    @pl.when(advanced == p.steps - 1)
     def _() -> None:
         x.S_last[0] = x.S[...]
+
+
+def _now(p: Pipeline, entry: Array) -> Array:
+    """What ``scores`` works on in a grid step: row, group and step of a sequence in one number, the last one twice."""
+    return jnp.minimum(entry, p.entries - 1)
+
+
+def _late(entry: Array) -> Array:
+    """What ``advance`` works on; in the first step it is the first, on scratch that holds nothing yet, and again in the
+    second, when it holds what it should."""
+    return jnp.maximum(entry - 1, 0)
 
 
 def forward(
@@ -388,30 +436,42 @@ def forward(
     flat = lambda a: jnp.reshape(a, (p.B, p.T, -1))  # noqa: E731
     rows = [jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads, p.T)) for a in (g, b)]
     tokens = p.U * C
-    now = lambda c: jnp.minimum(c, p.steps - 1)  # noqa: E731
-    late = lambda c: jnp.maximum(c - 1, 0)  # noqa: E731
+    now = partial(_now, p)
+
+    def where(part: Array, at: Array) -> tuple[Array, Array, Array]:
+        """Row, group of heads and step of an entry of one of the parts that cores share."""
+        rest, step = lax.div(at, jnp.int32(p.steps)), lax.rem(at, jnp.int32(p.steps))
+        rest = rest + part * (p.entries // p.steps)
+        return lax.div(rest, jnp.int32(p.groups)), lax.rem(rest, jnp.int32(p.groups)), step
 
     def block(width: int, when: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((1, tokens, width), lambda r, h, c: (r, when(c), h))
+        def index(part: Array, entry: Array) -> tuple[Array, ...]:
+            row, group, step = where(part, when(entry))
+            return row, step, group
 
-    row = pl.BlockSpec((1, 1, p.heads, tokens), lambda r, h, c: (r, h, 0, now(c)))
-    state = pl.BlockSpec((1, p.heads, C, C), lambda r, h, c: (r, h, 0, 0))
+        return pl.BlockSpec((1, tokens, width), index)
+
+    def gate_index(part: Array, entry: Array) -> tuple[Any, ...]:
+        row, group, step = where(part, now(entry))
+        return row, group, 0, step
+
+    def state_index(part: Array, entry: Array) -> tuple[Any, ...]:
+        row, group, _ = where(part, _late(entry))
+        return row, group, 0, 0
+
+    gate = pl.BlockSpec((1, 1, p.heads, tokens), gate_index)
+    state = pl.BlockSpec((1, p.heads, C, C), state_index)
     keys, values = p.P * C, p.heads * C
+    early = [block(keys, now), block(keys, now), gate, gate]
     o, final = pl.pallas_call(
-        lambda *refs: _kernel(p, *refs),
+        partial(_kernel, p),
         name="gated_delta_rule_pipeline",
-        grid=(p.B, p.groups, p.steps + 1),
-        in_specs=[
-            block(keys, now), block(keys, now), row, row, block(keys, late), block(keys, late), block(values, late), state,
-        ],
-        out_specs=[block(values, late), state],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.B, p.T, p.groups * values), v.dtype), jax.ShapeDtypeStruct(S.shape, F32),
-        ],
+        grid=(p.parts, p.entries + 1),
+        in_specs=[*early, block(keys, _late), block(keys, _late), block(values, _late), state],
+        out_specs=[block(values, _late), state],
+        out_shape=[jax.ShapeDtypeStruct((p.B, p.T, p.groups * values), v.dtype), jax.ShapeDtypeStruct(S.shape, F32)],
         scratch_shapes=[pltpu.VMEM((p.heads, C, C), F32), *_slot_shapes(p) * p.U],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=p.vmem + (8 << 20)
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
-    )(flat(q), flat(k), *rows, flat(q), flat(k), flat(v), S)  # fmt: skip
+    )(flat(q), flat(k), *rows, flat(q), flat(k), flat(v), S)
     return jnp.reshape(o, v.shape), final
