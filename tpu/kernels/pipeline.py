@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...spec.stages import RESET
 from ..plan import Pipeline
+from . import inside
 
 __all__ = ["forward"]
 
@@ -156,22 +158,6 @@ def _spread(columns: Array, heads: int, head: int) -> Array:
     return _dot(columns, (row % heads == head).astype(BF16))
 
 
-class _Refs(NamedTuple):
-    """Blocks of a grid step, U chunks each: what ``scores`` reads, what ``advance`` reads, results, and the state."""
-
-    q: Any
-    k: Any
-    g: Any
-    b: Any
-    q_late: Any
-    k_late: Any
-    v_late: Any
-    S_first: Any
-    o: Any
-    S_last: Any
-    S: Any
-
-
 class _Slot(NamedTuple):
     """Scratch of one chunk, from its ``scores`` to its ``advance``; heads first, then summands where there are some."""
 
@@ -183,6 +169,9 @@ class _Slot(NamedTuple):
     low32: Any  # [heads, n, 32, C]: between blocks of 32 of one block of 64, the second pair rolled beside the first
     low64: Any  # [heads, n, 64, C]: between the two blocks of 64, in the first 64 lanes
     M: Any  # [heads, n, C, C]; before it is whole, blocks of 32 side by side and the product for the next level
+    q: Any = None  # [P, C, C] bfloat16, and k, where they are not what lies in HBM
+    k: Any = None
+    v: Any = None  # [heads, C, C] float32, behind a convolution
 
 
 def _slot_shapes(p: Pipeline) -> list[Any]:
@@ -190,6 +179,8 @@ def _slot_shapes(p: Pipeline) -> list[Any]:
     return [
         pltpu.VMEM((C, p.heads), F32) if p.summands > 1 else pltpu.VMEM((C, PIECES * p.heads), BF16),
         wide(C), wide(C), pltpu.VMEM((p.heads, 16, C), F32), wide(16), wide(32), wide(64), wide(C),
+        *[pltpu.VMEM((p.P, C, C), BF16)] * (2 if p.keeps_keys else 0),
+        *[pltpu.VMEM((p.heads, C, C), F32)] * (1 if p.inside.width else 0),
     ]  # fmt: skip
 
 
@@ -206,7 +197,14 @@ class _Chunk:
     """The phases of one chunk of a grid step, as generators that stop where a product's result is awaited."""
 
     def __init__(
-        self, p: Pipeline, x: _Refs, slots: list[_Slot], gates: list[_Gates], u: int, scored: Array, advanced: Array
+        self,
+        p: Pipeline,
+        x: SimpleNamespace,
+        slots: list[_Slot],
+        gates: list[_Gates],
+        u: int,
+        scored: Array,
+        advanced: Array,
     ) -> None:
         """``scored``, ``advanced``: the first token of the grid step for the phases of these names."""
         self.p, self.x, self.slots, self.gates, self.u = p, x, slots, gates, u
@@ -230,29 +228,51 @@ class _Chunk:
     def _gates(self) -> _Gates:
         """Those of every chunk of the step are computed with the first."""
         if self.u == 0:
-            p, rows = self.p, []
-            for ref in (self.x.g, self.x.b):
-                a = jnp.concatenate([ref[0, 0, :, u * C : (u + 1) * C] for u in range(p.U)], 0)
-                if p.tail:
-                    token = self.scored + _iota(a.shape, 0) // p.heads * C + _iota(a.shape, 1)
-                    a = jnp.where(token < p.T, a, 0.0)
-                rows.append(a)
-            self.gates[:] = _gates(p, rows[0], rows[1])
+            p, x = self.p, self.x
+            g, b = (jnp.concatenate([ref[0, 0, :, u * C : (u + 1) * C] for u in range(p.U)], 0) for ref in (x.g, x.b))
+            if p.inside.gate:
+                columns = [jnp.concatenate([x.gate[0, :, n : n + 1]] * p.U, 0) for n in range(2)]
+                g = inside.log_decay(p.inside, g, columns)
+            if p.tail:
+                token = self.scored + _iota(g.shape, 0) // p.heads * C + _iota(g.shape, 1)
+                g, b = jnp.where(token < p.T, g, 0.0), jnp.where(token < p.T, b, 0.0)
+            self.gates[:] = _gates(p, g, b)
         return self.gates[self.u]
 
+    def _operand(self, name: str, h: int) -> Array:
+        """q, k or v of a head [C, 128] behind convolution and norm: float32 if there is either."""
+        p, x = self.p, self.x
+        if p.inside.width:
+            lanes = slice(h * C, (h + 1) * C)
+            window, taps = getattr(x, f"{name}_window"), getattr(x, f"{name}_taps")
+            a = inside.convolved(p.inside, window, taps, self.u * C, C, lanes)
+        else:
+            a = self._head(getattr(x, name), h)
+        if p.inside.norm and name in "qk":
+            a = inside.normalised(a.astype(F32))
+        return a
+
+    def _keys(self, h: int) -> Array:
+        """q above k [2 C, 128] bfloat16, rows of k that are no tokens 0."""
+        q, k = (self._operand(name, h).astype(BF16) for name in "qk")
+        if self.p.tail:
+            k = jnp.where(self._inside(self.scored), k, jnp.zeros((), k.dtype))
+        return jnp.concatenate([q, k], 0)
+
     def scores(self) -> Iterator[None]:
-        p, x, slot = self.p, self.x, self.slots[self.u]
-        heads, kts, qk, G, run = range(p.heads), [], [], [], []
+        p, slot = self.p, self.slots[self.u]
+        heads, both, v, kts, qk, G, run = range(p.heads), [], [], [], [], [], []
         gates = self._gates()
         for i in heads:
             if i % p.R == 0:
-                k = self._head(x.k, i // p.R)
-                if p.tail:
-                    k = jnp.where(self._inside(self.scored), k, jnp.zeros((), k.dtype))
-                kts.append(k.T)
-                qk.append(_dot(jnp.concatenate([self._head(x.q, i // p.R), k], 0), kts[-1]))
+                both.append(self._keys(i // p.R))
+            v.append(self._operand("v", i) if p.inside.width else None)
+            if not p.keeps_keys:
+                self._score(i, both, kts, qk)
             yield
         for i in heads:
+            if p.keeps_keys:  # a round later, since they took a while to come about
+                self._score(i, both, kts, qk)
             G.append(_spread(gates.sum, p.heads, i))
             run.append(_spread(gates.run, p.heads, i))
             yield
@@ -261,13 +281,23 @@ class _Chunk:
         slot.before[...] = gates.before
         distance = jnp.where(self.row >= self.col, self.row - self.col, 2 * C).astype(F32)
         for i in heads:
+            h = i // p.R
             seen = distance <= run[i]
             D = jnp.exp2(jnp.where(seen, G[i] - gates.G[i : i + 1], -jnp.inf)) * gates.b[i : i + 1]
-            both = qk[i // p.R]
-            _write(slot.Aqk, i, _halves(both[:C] * D, p.summands))
-            _write(slot.kt, i, _halves(kts[i // p.R].astype(F32) * gates.into[i : i + 1], p.summands))
-            self._write_blocks(slot, i, both[C:] * D)
+            _write(slot.Aqk, i, _halves(qk[h][:C] * D, p.summands))
+            _write(slot.kt, i, _halves(kts[h].astype(F32) * gates.into[i : i + 1], p.summands))
+            self._write_blocks(slot, i, qk[h][C:] * D)
+            if p.keeps_keys and i % p.R == 0:
+                slot.q[h], slot.k[h] = both[h][:C], both[h][C:]
+            if p.inside.width:
+                slot.v[i] = v[i]
             yield
+
+    def _score(self, i: int, both: list[Array], kts: list[Array], qk: list[Array]) -> None:
+        """[q; k] k^T, once for the value heads that share them."""
+        if i % self.p.R == 0:
+            kts.append(both[i // self.p.R][C:].T)
+            qk.append(_dot(both[i // self.p.R], kts[-1]))
 
     def _write_blocks(self, slot: _Slot, i: int, A: Array) -> None:
         """The blocks of A that the inverse is built from, each level's side by side."""
@@ -360,13 +390,15 @@ class _Chunk:
             S.append(x.S[i])
             if i % p.R == p.R - 1:
                 h = i // p.R
-                qk = jnp.concatenate([self._head(x.q_late, h), self._head(x.k_late, h)], 0)
+                keys = (slot.q[h], slot.k[h]) if p.keeps_keys else (self._head(x.q_late, h), self._head(x.k_late, h))
+                qk = jnp.concatenate(keys, 0)
                 wide = _dot(qk, jnp.concatenate([a.astype(BF16) for a in S[h * p.R :]], 1))
                 from_state += [wide[:, r * C : (r + 1) * C] for r in range(p.R)]
             before.append(_spread(slot.before[...], p.heads, i))
             yield
         for i in heads:
-            rest = self._head(x.v_late, i).astype(F32) - from_state[i][C:] * before[i]
+            v = slot.v[i] if p.inside.width else self._head(x.v_late, i).astype(F32)
+            rest = v - from_state[i][C:] * before[i]
             if p.tail:
                 rest = jnp.where(self._inside(self.advanced), rest, 0.0)
             u.append(_product(p, _read(slot.M, i), _halves(rest, p.summands)))
@@ -383,9 +415,9 @@ class _Chunk:
             yield
 
 
-def _kernel(p: Pipeline, *refs: Any) -> None:
-    x, scratch = _Refs(*refs[: len(_Refs._fields)]), refs[len(_Refs._fields) :]
-    size = len(_Slot._fields)
+def _kernel(p: Pipeline, names: tuple[str, ...], *refs: Any) -> None:
+    x, scratch = SimpleNamespace(**dict(zip(names, refs, strict=False))), refs[len(names) :]
+    size = len(scratch) // p.U
     slots = [_Slot(*scratch[n * size : (n + 1) * size]) for n in range(p.U)]
     entry = pl.program_id(1)
     scored, advanced = (lax.rem(at, jnp.int32(p.steps)) for at in (_now(p, entry), _late(entry)))
@@ -394,6 +426,8 @@ def _kernel(p: Pipeline, *refs: Any) -> None:
     def _() -> None:
         x.S[...] = x.S_first[0]
 
+    if p.inside.width:
+        _fill_windows(p, x, scored == 0)
     gates: list[_Gates] = []
     for u in range(p.U):
         chunk = _Chunk(p, x, slots, gates, u, scored * (p.U * C), advanced * (p.U * C))
@@ -404,6 +438,22 @@ def _kernel(p: Pipeline, *refs: Any) -> None:
     @pl.when(advanced == p.steps - 1)
     def _() -> None:
         x.S_last[0] = x.S[...]
+
+
+def _fill_windows(p: Pipeline, x: SimpleNamespace, first: Array) -> None:
+    """The step's tokens in float32, behind the last ones of the step before, or what came before the sequence."""
+    tokens = p.U * C
+    for name in "qkv":
+        window = getattr(x, f"{name}_window")
+        window[: inside.HISTORY] = window[tokens : tokens + inside.HISTORY]
+
+    @pl.when(first)
+    def _() -> None:
+        for name in "qkv":
+            getattr(x, f"{name}_window")[: inside.HISTORY] = getattr(x, f"{name}_past")[0]
+
+    for name in "qkv":
+        getattr(x, f"{name}_window")[inside.HISTORY :] = getattr(x, name)[0].astype(F32)
 
 
 def _now(p: Pipeline, entry: Array) -> Array:
@@ -417,25 +467,45 @@ def _late(entry: Array) -> Array:
     return jnp.maximum(entry - 1, 0)
 
 
+class Channels(NamedTuple):
+    """q, k or v: an array whose last axis holds its channels, from the given one on; heads side by side."""
+
+    array: Array
+    first: int
+
+
 def forward(
-    p: Pipeline, q: Array, k: Array, v: Array, g: Array, b: Array, S: Array, *, interpret: Any = False
+    p: Pipeline,
+    q: Channels,
+    k: Channels,
+    v: Channels,
+    g: Array,
+    b: Array,
+    S: Array,
+    *,
+    taps: tuple[Channels, Channels, Channels] | None = None,
+    past: tuple[Channels, Channels, Channels] | None = None,
+    gate: tuple[Array, Array] | None = None,
+    dtype: Any,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """The bare rule.
+    """The rule, and before it what the plan has inside.
 
     Args:
         p: the plan.
-        q, k: [B, T, H, 128] bfloat16.
-        v: [B, T, HV, 128] bfloat16 or float32, the dtype of o.
-        g, b: log decay and gate, [B, T, HV] float32.
+        q, k, v: [B, T, channels]; bfloat16 q and k, unless there is a norm or a convolution before them.
+        g, b: log decay, or the gate's raw projection, and beta, [B, T, HV] float32.
         S: states that the rows start from, [B, HV, 128, 128] float32.
+        taps: of q, k and v, [``inside.tap_rows``, channels] float32.
+        past: the 8 inputs before the first of each row, of q, k and v, [B, 8, channels] float32.
+        gate: A_log and dt_bias [HV] float32.
+        dtype: of o.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
     Returns:
         o [B, T, HV, 128] and the final states.
     """
-    flat = lambda a: jnp.reshape(a, (p.B, p.T, -1))  # noqa: E731
-    rows = [jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads, p.T)) for a in (g, b)]
-    tokens = p.U * C
+    tokens, keys, values = p.U * C, p.P * C, p.heads * C
     now = partial(_now, p)
 
     def where(part: Array, at: Array) -> tuple[Array, Array, Array]:
@@ -444,34 +514,63 @@ def forward(
         rest = rest + part * (p.entries // p.steps)
         return lax.div(rest, jnp.int32(p.groups)), lax.rem(rest, jnp.int32(p.groups)), step
 
-    def block(width: int, when: Any) -> pl.BlockSpec:
-        def index(part: Array, entry: Array) -> tuple[Array, ...]:
-            row, group, step = where(part, when(entry))
-            return row, step, group
+    def block(shape: tuple[int, ...], when: Any, place: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda part, entry: place(*where(part, when(entry))))
 
-        return pl.BlockSpec((1, tokens, width), index)
+    operands: dict[str, tuple[Array, pl.BlockSpec]] = {}
 
-    def gate_index(part: Array, entry: Array) -> tuple[Any, ...]:
-        row, group, step = where(part, now(entry))
-        return row, group, 0, step
+    def channels(name: str, x: Channels, width: int, rows: int, when: Any, place: Any) -> None:
+        """A block of ``width`` channels; where they do not begin at a multiple of it, they are cut out before."""
+        array, first = x
+        if first % width:
+            array, first = lax.slice_in_dim(array, first, first + p.groups * width, axis=-1), 0
+        shape = (rows, width) if array.ndim == 2 else (1, rows, width)
+        operands[name] = array, block(shape, when, lambda r, h, c: place(r, h + first // width, c))
 
-    def state_index(part: Array, entry: Array) -> tuple[Any, ...]:
-        row, group, _ = where(part, _late(entry))
-        return row, group, 0, 0
-
-    gate = pl.BlockSpec((1, 1, p.heads, tokens), gate_index)
-    state = pl.BlockSpec((1, p.heads, C, C), state_index)
-    keys, values = p.P * C, p.heads * C
-    early = [block(keys, now), block(keys, now), gate, gate]
+    late = not p.keeps_keys
+    widths = {"q": keys, "k": keys, "v": values}
+    sequence = lambda r, h, c: (r, c, h)  # noqa: E731
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if name != "v" or p.inside.width:
+            channels(name, x, widths[name], tokens, now, sequence)
+        if late if name != "v" else not p.inside.width:
+            channels(f"{name}_late", x, widths[name], tokens, _late, sequence)
+        if p.inside.width:
+            assert taps is not None
+            assert past is not None
+            n = "qkv".index(name)
+            channels(f"{name}_taps", taps[n], widths[name], taps[n].array.shape[0], now, lambda r, h, c: (0, h))
+            channels(f"{name}_past", past[n], widths[name], inside.HISTORY, now, lambda r, h, c: (r, 0, h))
+    for name, x in (("g", g), ("b", b)):
+        rows = jnp.reshape(jnp.swapaxes(x, 1, 2), (p.B, p.groups, p.heads, p.T))
+        operands[name] = rows, block((1, 1, p.heads, tokens), now, lambda r, h, c: (r, h, 0, c))
+    if p.inside.gate:
+        assert gate is not None
+        columns = jnp.reshape(jnp.stack(gate, 1), (p.groups, p.heads, 2))
+        operands["gate"] = columns, block((1, p.heads, 2), now, lambda r, h, c: (h, 0, 0))
+    state = block((1, p.heads, C, C), _late, lambda r, h, c: (r, h, 0, 0))
+    operands["S_first"] = S, state
+    windows = {f"{name}_window": widths[name] for name in ("qkv" if p.inside.width else "")}
     o, final = pl.pallas_call(
-        partial(_kernel, p),
+        partial(_kernel_in_order, p, tuple(operands), tuple(windows)),
         name="gated_delta_rule_pipeline",
         grid=(p.parts, p.entries + 1),
-        in_specs=[*early, block(keys, _late), block(keys, _late), block(values, _late), state],
-        out_specs=[block(values, _late), state],
-        out_shape=[jax.ShapeDtypeStruct((p.B, p.T, p.groups * values), v.dtype), jax.ShapeDtypeStruct(S.shape, F32)],
-        scratch_shapes=[pltpu.VMEM((p.heads, C, C), F32), *_slot_shapes(p) * p.U],
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=[block((1, tokens, values), _late, sequence), state],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.B, p.T, p.groups * values), dtype),
+            jax.ShapeDtypeStruct(S.shape, F32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((p.heads, C, C), F32),
+            *(pltpu.VMEM((inside.HISTORY + tokens, width), F32) for width in windows.values()),
+            *_slot_shapes(p) * p.U,
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
-    )(flat(q), flat(k), *rows, flat(q), flat(k), flat(v), S)
-    return jnp.reshape(o, v.shape), final
+    )(*(array for array, _ in operands.values()))
+    return jnp.reshape(o, (p.B, p.T, p.groups * p.heads, C)), final
+
+
+def _kernel_in_order(p: Pipeline, operands: tuple[str, ...], windows: tuple[str, ...], *refs: Any) -> None:
+    _kernel(p, (*operands, "o", "S_last", "S", *windows), *refs)

@@ -1,0 +1,51 @@
+"""What lies before the rule, inside the kernel: the short convolution, the norm and the gates, on values in VMEM.
+
+The formulas are those of ``spec.conv`` and ``spec.gates``; written anew is what a TPU does differently: a tap reads its
+rows from a window in VMEM, where a load may begin at any row, and silu is x (1 + tanh(x / 2)) / 2, one transcendental.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...spec.gates import L2_EPS, activate_gate
+from ..plan import Inside
+
+__all__ = ["HISTORY", "convolved", "log_decay", "normalised", "tap_rows"]
+
+Array = Any
+
+#: Rows of a window before its first token: a tile, and at least what the widest convolution looks back.
+HISTORY = 8
+
+
+def tap_rows(width: int) -> int:
+    """Rows of the array of taps: the taps, oldest first, then the bias; whole tiles."""
+    return -(-(width + 1) // 8) * 8
+
+
+def convolved(inside: Inside, window: Any, taps: Any, first: int, rows: int, lanes: slice) -> Array:
+    """Tokens from ``first`` on of a window [HISTORY + tokens, channels] float32, through the convolution."""
+    y = taps[inside.width : inside.width + 1, lanes]
+    for j in range(inside.width):
+        start = HISTORY + first - (inside.width - 1) + j
+        y = y + window[start : start + rows, lanes] * taps[j : j + 1, lanes]
+    if not inside.silu:
+        return y
+    half = 0.5 * y
+    return half + half * jnp.tanh(half)
+
+
+def normalised(x: Array) -> Array:
+    """x / sqrt(sum x^2 + 1e-6) over the lanes, x float32."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def log_decay(inside: Inside, raw: Array, parameters: Sequence[Array]) -> Array:
+    """The gate's log decay of a raw projection [rows, tokens]; parameters A_log and dt_bias [rows, 1]."""
+    A_log, dt_bias = parameters
+    return activate_gate(jnp, raw, A_log, dt_bias, inside.lower_bound)
