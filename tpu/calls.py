@@ -100,7 +100,7 @@ def _by_kernel(
 
 
 def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> Outputs:
-    """Everything in the kernel, and outside reshapes; but for a mask, before which the specification's prologue runs."""
+    """Everything in the kernel, and outside reshapes; with a mask, the specification's prologue comes first."""
     conv_state = taps = past = gate = None
     channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
     flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
@@ -122,7 +122,7 @@ def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array])
     if s.conv is not None:
         width, total = s.conv.width, s.conv.channels
         rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
-        weight = jnp.concatenate([a.astype(jnp.float32) for a in rows])
+        weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
         weight = jnp.pad(weight, ((0, tap_rows(width) - width - 1), (0, 0)))
         before = x.get("conv_state", jnp.zeros((s.B, width - 1, total))).astype(jnp.float32)
         last = [a[:, 1 - width :].astype(jnp.float32) for a in ([x["qkv"]] if whole else map(flat, given.values()))]

@@ -126,11 +126,12 @@ def _plan(s: Signature, size: int, P: int) -> Plan:
 class Inside(NamedTuple):
     """What of a call's prologue the pipelined kernel does itself.
 
-    width of the convolution, 0 without one; silu behind it; norm: l2norm of q and k; gate: g is a raw projection, and
-    lower_bound that of a bounded gate.
+    width of the convolution, 0 without one; its bias; silu behind it; norm: l2norm of q and k; gate: g is a raw
+    projection, and lower_bound that of a bounded gate.
     """
 
     width: int
+    bias: bool
     silu: bool
     norm: bool
     gate: bool
@@ -203,9 +204,11 @@ UNITS = 4
 def _inside(s: Signature) -> Inside:
     """Everything, unless there is a mask: then the specification's prologue comes first, and nothing is left."""
     if s.has("mask"):
-        return Inside(0, False, False, False, None)
+        return Inside(0, False, False, False, False, None)
     width, silu = (0, False) if s.conv is None else (s.conv.width, s.conv.activation == "silu")
-    return Inside(width, silu, s.qk_l2norm, s.gate is not None, None if s.gate is None else s.gate.lower_bound)
+    return Inside(
+        width, s.has("conv_bias"), silu, s.qk_l2norm, s.gate is not None, None if s.gate is None else s.gate.lower_bound
+    )
 
 
 class Core(NamedTuple):

@@ -1,7 +1,7 @@
 """What lies before the rule, inside the kernel: the short convolution, the norm and the gates, on values in VMEM.
 
 The formulas are those of ``spec.conv`` and ``spec.gates``; written anew is what a TPU does differently: a tap reads its
-rows from a window in VMEM, where a load may begin at any row, and silu is x (1 + tanh(x / 2)) / 2, one transcendental.
+rows from a window in VMEM, where a load may begin at any row, and silu is y + y tanh(y) with y = x / 2, one transcendental.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ HISTORY = 8
 
 
 def tap_rows(width: int) -> int:
-    """Rows of the array of taps: the taps, oldest first, then the bias; whole tiles."""
+    """Rows of the array of taps: the taps, oldest first, then the bias; whole tiles. Half of each, for silu."""
     return -(-(width + 1) // 8) * 8
 
 
-def convolved(inside: Inside, window: Any, taps: Any, first: int, rows: int, lanes: slice) -> Array:
-    """Tokens from ``first`` on of a window [HISTORY + tokens, channels] float32, through the convolution."""
-    y = taps[inside.width : inside.width + 1, lanes]
-    for j in range(inside.width):
-        start = HISTORY + first - (inside.width - 1) + j
-        y = y + window[start : start + rows, lanes] * taps[j : j + 1, lanes]
-    if not inside.silu:
-        return y
-    half = 0.5 * y
-    return half + half * jnp.tanh(half)
+def convolved(inside: Inside, window: Any, taps: Any, first: int, rows: int, head: int) -> Array:
+    """Tokens from ``first`` on of a head of a window [heads, HISTORY + tokens, 128] float32, through the convolution.
+
+    Rows of one head lie behind each other in such a window, so that eight from any row on are one load.
+    """
+    lanes = slice(head * window.shape[-1], (head + 1) * window.shape[-1])
+    start = HISTORY + first - (inside.width - 1)
+    terms = [window[head, start + j : start + j + rows] * taps[j : j + 1, lanes] for j in range(inside.width)]
+    y = sum(terms[1:], terms[0])
+    if inside.bias:
+        y = y + taps[inside.width : inside.width + 1, lanes]
+    return y + y * jnp.tanh(y) if inside.silu else y
 
 
 def normalised(x: Array) -> Array:

@@ -243,9 +243,8 @@ class _Chunk:
         """q, k or v of a head [C, 128] behind convolution and norm: float32 if there is either."""
         p, x = self.p, self.x
         if p.inside.width:
-            lanes = slice(h * C, (h + 1) * C)
             window, taps = getattr(x, f"{name}_window"), getattr(x, f"{name}_taps")
-            a = inside.convolved(p.inside, window, taps, self.u * C, C, lanes)
+            a = inside.convolved(p.inside, window, taps, self.u * C, C, h)
         else:
             a = self._head(getattr(x, name), h)
         if p.inside.norm and name in "qk":
@@ -321,6 +320,7 @@ class _Chunk:
         for j in range(15):
             columns = [jnp.take_along_axis(a, lane // 16 * 16 + j, axis=1) for a in A]
             X = [a - c * jnp.broadcast_to(a[j : j + 1], a.shape) for a, c in zip(X, columns, strict=True)]
+            yield
         for i in range(p.heads):
             slot.packed[i] = X[i]
         yield
@@ -443,17 +443,19 @@ def _kernel(p: Pipeline, names: tuple[str, ...], *refs: Any) -> None:
 def _fill_windows(p: Pipeline, x: SimpleNamespace, first: Array) -> None:
     """The step's tokens in float32, behind the last ones of the step before, or what came before the sequence."""
     tokens = p.U * C
-    for name in "qkv":
-        window = getattr(x, f"{name}_window")
-        window[: inside.HISTORY] = window[tokens : tokens + inside.HISTORY]
+    windows = [(getattr(x, f"{name}_window"), getattr(x, f"{name}_past"), getattr(x, name)) for name in "qkv"]
+    for window, _, _ in windows:
+        window[:, : inside.HISTORY] = window[:, tokens : tokens + inside.HISTORY]
 
     @pl.when(first)
     def _() -> None:
-        for name in "qkv":
-            getattr(x, f"{name}_window")[: inside.HISTORY] = getattr(x, f"{name}_past")[0]
+        for window, past, _ in windows:
+            for h in range(window.shape[0]):
+                window[h, : inside.HISTORY] = past[0, :, h * C : (h + 1) * C]
 
-    for name in "qkv":
-        getattr(x, f"{name}_window")[inside.HISTORY :] = getattr(x, name)[0].astype(F32)
+    for window, _, now in windows:
+        for h in range(window.shape[0]):
+            window[h, inside.HISTORY :] = now[0, :, h * C : (h + 1) * C].astype(F32)
 
 
 def _now(p: Pipeline, entry: Array) -> Array:
@@ -563,7 +565,7 @@ def forward(
         ],
         scratch_shapes=[
             pltpu.VMEM((p.heads, C, C), F32),
-            *(pltpu.VMEM((inside.HISTORY + tokens, width), F32) for width in windows.values()),
+            *(pltpu.VMEM((width // C, inside.HISTORY + tokens, C), F32) for width in windows.values()),
             *_slot_shapes(p) * p.U,
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
