@@ -1,7 +1,7 @@
 """What lies before the rule, inside the kernel: the short convolution, the norm and the gates, on values in VMEM.
 
 The formulas are those of ``spec.conv`` and ``spec.gates``; written anew is what a TPU does differently: a tap reads its
-rows from a window in VMEM, where a load may begin at any row, and silu is y + y tanh(y) with y = x / 2, one transcendental.
+rows from a window in VMEM, where a load may begin at any row, and silu is y + y tanh(y) with y = x / 2.
 """
 
 from __future__ import annotations
