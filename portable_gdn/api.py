@@ -94,7 +94,9 @@ def gated_delta_rule(
         deterministic: forbid whatever can change bits from run to run.
         check_values: look at contents too: finite values, g <= 0, gates in [0, 2], boundaries on a device. Under
             ``jax.jit`` this needs ``jax.experimental.checkify``.
-        backend: name of the one to use; None takes the first that can (see ``explain``).
+        backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
+            ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
+            by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for.

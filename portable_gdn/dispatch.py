@@ -99,8 +99,16 @@ def _reason(backend: Backend, signature: Signature) -> str | None:
 _ARRAYS = {"torch": "torch tensors", "jax": "JAX arrays", "numpy": "numpy arrays"}
 
 
+def _alone(backend: Backend) -> Backend:
+    """The form of a backend that leaves nothing to another one: for a call that names it."""
+    return getattr(backend, "alone", backend)
+
+
 def choose(signature: Signature, name: str | None) -> Backend:
     """The backend for a call: the one named, or named by PORTABLE_GDN_BACKEND, or the first that can.
+
+    One that is named comes in the form that it calls ``alone``, if it has one: where a traced call is compiled for
+    another platform, it fails instead of leaving the call to another backend.
 
     Raises:
         GdnError: the one named cannot, or none can; a named one never falls back.
@@ -116,7 +124,7 @@ def choose(signature: Signature, name: str | None) -> Backend:
         reason = _reason(backend, signature)
         if reason is not None:
             raise GdnError(f"{source} {name!r} cannot run this call: {reason.rstrip('.')}.")
-        return backend
+        return _alone(backend)
     explanation = explain(signature)
     if explanation.backend is None:
         raise GdnError(f"no backend can run this call:\n{explanation}")
@@ -129,6 +137,7 @@ class Explanation(NamedTuple):
     backend: str | None
     signature: Signature
     passed_over: tuple[tuple[str, str], ...]
+    named: bool = False
 
     def __str__(self) -> str:
         s = self.signature
@@ -145,7 +154,7 @@ class Explanation(NamedTuple):
 
     def _where(self) -> str:
         elsewhere = getattr(_registry.get(self.backend or ""), "elsewhere", None)
-        if elsewhere is None or not self.signature.traced:
+        if elsewhere is None or self.named or not self.signature.traced:
             return str(self.backend)
         platform, other = elsewhere
         return f"{self.backend} if compiled for a {platform.upper()}, {other} elsewhere"
@@ -170,4 +179,4 @@ def explain(signature: Signature, name: str | None = None) -> Explanation:
         else:
             passed.append((backend.name, reason))
     passed += list(_broken.items())
-    return Explanation(chosen, signature, tuple(passed))
+    return Explanation(chosen, signature, tuple(passed), name is not None)

@@ -97,14 +97,26 @@ def test_the_inverse_survives_repeated_and_correlated_keys(name):
 
 
 def test_a_reset_counts_and_does_not_sum():
-    g = np.array([-0.1, -np.inf, -0.2, -1e6, -0.3])[:, None]
+    g = np.array([-0.1, -np.inf, -0.2, -1e6, -0.3, 0, 0, -0.4])[:, None]
     G, count = stages.decay(npx, g)
-    assert np.allclose(G[:, 0], [-0.1, 0, -0.2, 0, -0.3])
-    assert np.array_equal(count[:, 0], [0, 1, 1, 2, 2])
+    assert np.allclose(G[:, 0], [-0.1, 0, -0.2, 0, -0.3, -0.3, -0.3, -0.7])
+    assert np.array_equal(count[:, 0], [0, 1, 1, 2, 2, 2, 2, 2])
     D = stages.pair_decay(npx, G, count)[0]
     assert D[1, 0] == D[3, 2] == D[4, 0] == 0
     assert D[2, 1] == pytest.approx(np.exp(-0.2))
     assert D[4, 3] == pytest.approx(np.exp(-0.3))
+
+
+@pytest.mark.parametrize("tokens", [5, 6, 21, 40, 63])
+def test_a_gate_of_zero_leaves_a_large_sum_as_it_was_to_the_bit(tokens):
+    """Masked tokens and the filling of a short chunk: what was written before them does not decay at all."""
+    g = -np.random.default_rng(tokens).exponential(20, (64, 3)).astype(np.float32)
+    g[tokens:] = 0
+    g[10:13] = 0
+    G, count = stages.decay(npx, g)
+    assert np.array_equal(G[tokens:], np.broadcast_to(G[tokens - 1], G[tokens:].shape))
+    assert np.array_equal(stages.to_end(npx, G, count)[tokens - 1 :], np.ones_like(G[tokens - 1 :]))
+    assert np.array_equal(G[10:13], np.broadcast_to(G[9], (3, 3)))
 
 
 @pytest.mark.parametrize("n", [1, K])

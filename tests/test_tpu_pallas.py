@@ -228,6 +228,13 @@ def filled(a, size):
     return np.pad(a, [(0, size - n if axis == 1 else 0) for axis, n in enumerate(a.shape)])
 
 
+def test_packed_sequences_cannot_be_probed():
+    x = make(B=1, T=40, N=2)
+    x["cu_seqlens"] = np.asarray([0, 11, 40], np.int32)
+    with pytest.raises(GdnError, match="cu_seqlens is given; it must be None where stages are probed"):
+        PALLAS_INTERPRET.probe(problem(arrays(x)))
+
+
 def prepare_in_float64(s, x):
     """Operands of the rule of one row and chunk, heads first; no gate or norm in these calls."""
     lead = lambda a: np.moveaxis(a[0], 0, 1).reshape(s.H, -1, a.shape[1], a.shape[-1])  # noqa: E731
@@ -484,6 +491,24 @@ def test_one_jitted_function_holds_the_kernel_on_a_tpu_only():
     assert "stablehlo.while" not in forward  # xla's scan is not there beside it
 
 
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_named_under_jit_it_never_falls_back(how, monkeypatch):
+    """Nor for gradients, whose forward pass is the kernel's."""
+    if how == "environment":
+        monkeypatch.setenv(dispatch.ENVIRONMENT, "pallas")
+    x = arrays(make(T=40, state=True))
+    name = "pallas" if how == "argument" else None
+    named = lambda x: pg.gated_delta_rule(**x, output_final_state=True, backend=name)  # noqa: E731
+    for function in (named, jax.grad(lambda x: loss(*named(x)))):
+        traced = jax.jit(function).trace(x)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+        with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+            traced.lower(lowering_platforms=("cpu",))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+            jax.jit(named)(x)
+
+
 def test_on_a_cpu_the_jitted_function_is_xla_to_the_bit():
     x = arrays(make(T=40, state=True))
     for a, b in zip(jax.jit(auto)(x), pg.gated_delta_rule(**x, output_final_state=True, backend="xla"), strict=True):
@@ -511,13 +536,16 @@ def test_explain_under_a_trace_takes_the_kernel_and_names_xla():
 
     @jax.jit
     def function(x):
-        found.append(pg.explain(**x))
+        found.extend([pg.explain(**x), pg.explain(**x, backend="pallas")])
         return x["q"]
 
     function(arrays(make(T=8)))
-    assert found[0].backend == "pallas"
-    assert "xla" in dict(found[0].passed_over)
-    assert PALLAS.elsewhere == ("tpu", "xla")
+    free, named = found
+    assert free.backend == named.backend == "pallas"
+    assert "xla" in dict(free.passed_over)
+    assert "runs on  pallas if compiled for a TPU, xla elsewhere\n" in str(free)
+    assert "runs on  pallas\n" in str(named)
+    assert dict(named.passed_over)["xla"] == "'pallas' was asked for by name"
 
 
 def test_packed_boundaries_may_be_traced():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from typing import Any
 
@@ -55,11 +55,16 @@ class Pallas:
     inside = ("conv", "qk_l2norm", "gate")
     #: Where the operands are traced: the platform that the kernel is for, and the backend for every other one. The
     #: compiler chooses between them.
-    elsewhere = ("tpu", "xla")
+    elsewhere: tuple[str, str] | None = ("tpu", "xla")
 
     def __init__(self, stages: Any = None) -> None:
         """``stages``: another module of the functions in ``kernels.stages``, to test what a fault in one does."""
         self._stages = stages
+
+    @cached_property
+    def alone(self) -> Pallas:
+        """The same without ``elsewhere``: what runs where it is asked for by name."""
+        return self if self.elsewhere is None else Alone(self._stages)
 
     @property
     def stages(self) -> Any:
@@ -99,10 +104,11 @@ class Pallas:
         return False
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable through the xla backend. Traced operands leave the choice between both to XLA."""
+        """Compute; differentiable through the xla backend. With ``elsewhere``, XLA chooses for traced operands."""
         from .calls import compute
 
-        return Result(*compute(problem.signature, self._interpret(), self.stages, _by_xla, problem.operands))
+        s, x = problem
+        return Result(*compute(s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, x))
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The kernel's result, and the operands' cotangents by the xla backend."""
@@ -130,6 +136,12 @@ class Pallas:
         if signature.device == "cpu":  # where xla rounds nothing
             kept = {name: format for name, format in kept.items() if name in _OPERANDS}
         return Rounding(kept, plan(signature).C)
+
+
+class Alone(Pallas):
+    """The backend as a call gets it that names it: never another one, whatever the compiler compiles for."""
+
+    elsewhere = None
 
 
 class Interpreted(Pallas):

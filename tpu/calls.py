@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..spec.errors import bad
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
@@ -29,34 +30,38 @@ Outputs = tuple[Array, Array | None, Array | None]
 Other = Callable[[Signature, dict[str, Array]], Outputs]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def compute(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Outputs:
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def compute(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]
+) -> Outputs:
     """o, states and convolution state of a call, in the caller's layout and dtypes.
 
     Args:
         interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
         stages: the functions that the kernel is made of.
-        other: differentiated for gradients; and if the operands are traced and not interpreted, what the compiler takes
-            for anything but a TPU.
+        other: differentiated for gradients; and if ``choose``, what the compiler takes for anything but a TPU.
+        choose: leave it to the compiler which of both to take, where the operands are traced and not interpreted.
     """
-    return _call(s, interpret, stages, other, operands)
+    return _call(s, interpret, stages, other, choose, operands)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _call(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Outputs:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _call(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Outputs:
     def kernel(operands: dict[str, Array]) -> Outputs:
         return _by_kernel(s, interpret, stages, operands)[0]
 
-    if s.traced and interpret is False:  # what it will run on is the compiler's to know
+    if choose and s.traced and interpret is False:  # what it will run on is the compiler's to know
         return lax.platform_dependent(operands, tpu=kernel, default=partial(other, s))
     return kernel(operands)
 
 
-def _forward(s: Signature, interpret: Any, stages: Any, other: Other, operands: dict[str, Array]) -> Any:
-    return _call(s, interpret, stages, other, operands), operands
+def _forward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Any:
+    return _call(s, interpret, stages, other, choose, operands), operands
 
 
-def _backward(s: Signature, interpret: Any, stages: Any, other: Other, operands: Any, cotangents: Any) -> Any:
+def _backward(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: Any, cotangents: Any
+) -> Any:
     smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
     _, pull = jax.vjp(lambda smooth: other(s, {**operands, **smooth}), smooth)
     return ({**dict.fromkeys(operands), **pull(cotangents)[0]},)
@@ -160,9 +165,12 @@ def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array])
     Returns:
         What ``spec.chunkwise.stage_chunk`` returns of one chunk, with [B, chunks a row, HV] before it, float32. ``wy``
         is derived, since the kernel never forms it. A row's last chunk is filled up with zeros to the chunk size.
+
+    Raises:
+        GdnError: sequences are packed.
     """
     if s.packed:
-        raise NotImplementedError("stages of packed sequences: their chunks are not of one length")
+        raise bad("cu_seqlens", "given", "be None where stages are probed: chunks of packed sequences differ in length")
     found = _probe(s, interpret, stages, operands)
     x = {name: jnp.reshape(a, (s.B, -1, *a.shape[1:])) for name, a in found.items()}
     return {

@@ -98,6 +98,8 @@ def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
         g = np.where(uniform(c.seed, "g zero", shape) < 0.5, 0.0, g)
     elif c.gates in ("-3 each", "-20 each"):
         g = np.full(shape, float(c.gates.split()[0]))
+    elif c.gates == "strong":
+        g = 100 * g  # sums so large that a rounding of one shows, where what came last must not decay
     elif c.gates.startswith("one"):
         g[:, 2 * T // 3 : 2 * T // 3 + 1] = float(c.gates.split()[1])
     elif c.gates == "many resets":
@@ -247,6 +249,9 @@ def designed() -> list[Case]:
             C(f"gates {kind}, KDA", variant="KDA", gates=kind, T=130)
             for kind in ("-3 each", "-20 each", "one -1e6", "many resets")
         ),
+        C("gates strong, a short chunk", gates="strong", T=70),
+        C("gates strong, packed", gates="strong", layout="packed"),
+        C("gates strong, right padding, KDA", variant="KDA", gates="strong", layout="right padding", B=2, T=70),
         C("resets, tile-grouped", variant="tile-grouped", gates="many resets", dtype="bfloat16"),
         C("keys correlated 0.9, beta 1", keys="correlated 0.9", beta="1"),
         C("one key, beta 1", keys="repeated", beta="1", gates="zero"),

@@ -157,8 +157,9 @@ class Backend(Protocol):
     of the cases that the quick proof runs on it); ``remark`` (shown beside its gradients); ``known`` (a function of a
     case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged);
     ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
-    ``unavailable`` says). And one that ``explain`` reads: ``elsewhere``, (platform, backend): under a trace the
-    compiler takes the first for that platform and the second backend for every other.
+    ``unavailable`` says). And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
+    compiler takes the first for that platform and the second backend for every other; and with it ``alone``, the
+    instance without that choice, which runs where the backend is asked for by name.
     """
 
     name: str

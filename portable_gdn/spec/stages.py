@@ -77,18 +77,21 @@ def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, 
 
     Returns:
         G [C, n], sum of the gates since the last reset, inclusive; count [C, n] of resets, as floats. No sum runs
-        across a reset, so that what follows does not depend on what came before by so much as a rounding.
+        across a reset, so that what follows does not depend on what came before by so much as a rounding. And a gate
+        that is exactly 0 leaves the sum as it was, to the bit: behind strong gates the sum is large, and what lies
+        between a token and the filling (or masked tokens) behind it would otherwise decay by the sum's rounding.
     """
     reset = g < RESET
     if starts is not None:
         reset = reset | starts
     count = xp.cumulative_sum(xp.astype(reset, g.dtype), axis=-2)
-    G, step = xp.where(reset, xp.zeros_like(g), g), 1
-    while step < g.shape[-2]:
-        earlier = G[..., :-step, :]
-        add = xp.where(count[..., step:, :] == count[..., :-step, :], earlier, xp.zeros_like(earlier))
-        G = xp.concat([G[..., :step, :], G[..., step:, :] + add], axis=-2)
-        step *= 2
+    G, size = xp.where(reset, xp.zeros_like(g), g), 1
+    while size < g.shape[-2]:  # to each right block, the last sum of the left block beside it
+        (left, right), (left_count, right_count) = halves(xp, G, size), halves(xp, count, size)
+        last = left[..., -1:, :]
+        right = right + xp.where(right_count == left_count[..., -1:, :], last, xp.zeros_like(last))
+        G = xp.reshape(xp.stack([left, right], axis=-3), g.shape)
+        size *= 2
     return G, count
 
 

@@ -23,6 +23,8 @@ __all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]
 
 Array = Any
 
+_SUBLANES = 8  # rows of a float32 tile
+
 
 def _index(shape: tuple[int, ...], axis: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -40,21 +42,35 @@ def decay(g: Array) -> tuple[Array, Array]:
         g: [C, n], a column a value head.
 
     Returns:
-        G [C, n] and count [C, n] as floats. The sums are those of ``spec.stages.decay``, bit for bit: doubling steps
-        that do not cross a reset.
+        G [C, n] and count [C, n] as floats. The sums are those of ``spec.stages.decay``, bit for bit: to each right
+        block of 1, 2, 4, ... rows the last sum of the left one, unless a reset lies between. A gate of 0 changes none.
     """
     reset = g < spec.RESET
     row = _index(g.shape, 0)
-    G, count, step = jnp.where(reset, 0.0, g), jnp.where(reset, 1.0, 0.0), 1
-    while step < g.shape[0]:
-        count = count + jnp.where(row >= step, pltpu.roll(count, step, 0), 0.0)
-        step *= 2
+    G, count, size = jnp.where(reset, 0.0, g), jnp.where(reset, 1.0, 0.0), 1
+    while size < min(_SUBLANES, g.shape[0]):
+        last, last_count = _spread(G, row, size), _spread(count, row, size)
+        G, count = G + jnp.where(count == 0, last, 0.0), count + last_count  # the counts are each block's own so far
+        size *= 2
+    sums = [(G[i : i + size], count[i : i + size]) for i in range(0, g.shape[0], size)]
     step = 1
-    while step < g.shape[0]:
-        same = (row >= step) & (count == pltpu.roll(count, step, 0))
-        G = G + jnp.where(same, pltpu.roll(G, step, 0), 0.0)
+    while step < len(sums):
+        for i in range(len(sums)):
+            if i & step:
+                (x, n), (left, left_n) = sums[i], sums[(i & -step) - 1]
+                sums[i] = x + jnp.where(n == 0, left[-1:], 0.0), n + left_n[-1:]
         step *= 2
-    return G, count
+    return jnp.concatenate([x for x, _ in sums]), jnp.concatenate([n for _, n in sums])
+
+
+def _spread(x: Array, row: Array, size: int) -> Array:
+    """At each row of a right block of ``size`` rows the last row of the left block beside it; elsewhere 0."""
+    x = pltpu.roll(jnp.where(row & (2 * size - 1) == size - 1, x, 0.0), 1, 0)
+    step = 1
+    while step < size:
+        x = x + pltpu.roll(x, step, 0)
+        step *= 2
+    return x
 
 
 def _across_lanes(x: Array) -> Array:
