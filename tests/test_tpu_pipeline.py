@@ -70,7 +70,9 @@ CASES = [
     Case("long, whole steps", **{**LONG, "T": 2 * UNITS * CHUNK}),
     *(
         Case(f"long, gates {kind}", gates=kind, **LONG)
-        for kind in ("zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
+        for kind in (
+            "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets", "strong",
+        )
     ),
     *(
         Case(f"long, keys {keys}, beta {beta}", keys=keys, beta=beta, gates=gates, **LONG)

@@ -397,6 +397,33 @@ def test_a_grid_of_products(kernels):
 
 
 @COMPILER
+@pytest.mark.parametrize(("chip", "cycles"), [("v6e", 16), ("v5e", 8)])
+def test_products_of_few_rows_wait_for_the_other_operand(chip, cycles):
+    """Each loads 128 rows for 32 that it multiplies: that is what it costs."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    def call(n):
+        def kernel(a, b, o):
+            for i in range(n):
+                o[i] = jnp.dot(a[i], b[i], preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+        specs = [pl.BlockSpec((n, rows, 128), lambda i: (i, 0, 0)) for rows in (32, 128, 32)]
+        shapes = [jax.ShapeDtypeStruct((4 * n, rows, 128), jnp.bfloat16) for rows in (32, 128, 32)]
+        call = pl.pallas_call(
+            kernel, name="few_rows", grid=(4,), out_shape=shapes[2], in_specs=specs[:2], out_specs=specs[2]
+        )
+        return scheduled((call, tuple(shapes[:2])), chip).kernels[0]
+
+    few, many = call(16), call(32)
+    assert (many.bundles_per_step - few.bundles_per_step) / 16 == pytest.approx(cycles, rel=0.05)
+    for k, n in ((few, 16), (many, 32)):
+        assert k.units["MXU load"] / k.steps / n == pytest.approx(cycles, rel=0.05)
+        assert k.units["MXU"] / k.steps / n <= cycles
+
+
+@COMPILER
 def test_a_loop_of_n_turns(kernels):
     few, many = (scheduled(kernels.turns(n)).kernels[0] for n in (100, 160))
     for k, n in ((few, 100), (many, 160)):

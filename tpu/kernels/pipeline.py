@@ -114,15 +114,18 @@ class _Gates(NamedTuple):
 def _gates(p: Pipeline, g: Array, b: Array) -> list[_Gates]:
     """Of several chunks, from log decays and gates [chunks heads, C]: the chain of rolls is waited for only once.
 
-    Doubling steps, in the order of ``spec.stages.decay``; ``last`` is the last reset among the tokens summed so far.
+    To each right block of 1, 2, 4, ... tokens the last sum of the left one, as ``spec.stages.decay`` adds them: a gate
+    of 0 leaves the sum as it was. ``last`` is the last reset in the token's block, up to it, or -1.
     """
     lane = _iota(g.shape, 1)
     reset = g < RESET
-    last, G, step = jnp.where(reset, lane, -1), jnp.where(reset, 0.0, g) * LOG2E, 1
-    while step < C:
-        G = G + jnp.where((lane >= step) & (lane - last >= step), pltpu.roll(G, step, 1), 0.0)
-        last = jnp.where(lane >= step, jnp.maximum(last, pltpu.roll(last, step, 1)), last)
-        step *= 2
+    last, G, size = jnp.where(reset, lane, -1), jnp.where(reset, 0.0, g) * LOG2E, 1
+    while size < C:
+        end_of_left = lane // (2 * size) * (2 * size) + size - 1
+        goes_on = (lane % (2 * size) >= size) & (last < 0)
+        G = G + jnp.where(goes_on, jnp.take_along_axis(G, end_of_left, axis=1), 0.0)
+        last = jnp.where(goes_on, jnp.take_along_axis(last, end_of_left, axis=1), last)
+        size *= 2
     before = jnp.where(last < 0, jnp.exp2(G), 0.0)
     seen = lane >= jnp.max(last, 1, keepdims=True)
     total = jnp.sum(jnp.where(lane == C - 1, G, 0.0), 1, keepdims=True)
