@@ -55,7 +55,7 @@ def test_which_calls_it_takes():
     assert pipeline(signature(), Core(cores=2)).parts == 2
     assert pipeline(signature(H=8, HV=8), Core(cores=2)).parts == 1  # one group cannot be shared
     for other in (
-        signature(T=UNITS * CHUNK), signature(K=64), signature(V=256), signature(precision="highest"),
+        signature(T=2 * CHUNK), signature(K=64), signature(V=256), signature(precision="highest"),
         signature(N=3), signature(chunk_size=64), signature(dtype="float32"), signature(H=3, HV=30),
     ):  # fmt: skip
         assert pipeline(other, core) is None

@@ -586,7 +586,7 @@ def test_our_kernel_counts_what_a_count_by_hand_of_the_listing_gives(tmp_path, c
     from portable_gdn.harness.tpu_report import Shape, call
     from portable_gdn.tpu.scheduling import build
 
-    function, args = call("forward", "gdn", Shape(seqlen=512, heads=2, value_heads=4))
+    function, args = call("forward", "gdn", Shape(seqlen=512, heads=2, value_heads=4), precision="highest")
     job = build._Job.of(chip, build.lower(chip_named(chip), function, args))
     with build._Running(job, 300) as running:
         running.process.wait()

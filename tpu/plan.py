@@ -199,6 +199,8 @@ class Pipeline(NamedTuple):
 
 #: Chunks of a grid step of the pipeline: at least its depth.
 UNITS = 4
+#: Tokens from which on it costs less than the other kernel, which works on no chunk that is not there.
+SHORTEST_ROW = 2 * CHUNK + 1
 
 
 def _inside(s: Signature) -> Inside:
@@ -223,7 +225,7 @@ def pipeline(s: Signature, core: Core) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
     if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
         return None
-    if s.T <= UNITS * CHUNK or s.has("segment_ids"):
+    if s.T < SHORTEST_ROW or s.has("segment_ids"):
         return None
     if s.conv is not None and (s.has("mask") or not 2 <= s.conv.width <= 8):
         return None
