@@ -47,11 +47,16 @@ class Entry(NamedTuple):
 
 
 LONG = Shape(seqlen=8192)
-SHAPES = (LONG._replace(value_heads=32), LONG, LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256))
+GROUPED = LONG._replace(value_heads=32)
 ENTRIES = (
-    *(Entry("forward", "gdn", False, precision, LONG) for precision in ("fast", "default", "highest")),
-    *(Entry("forward", "gdn", False, precision, SHAPES[0]) for precision in ("fast", "default")),
-    Entry("forward", "gdn", False, "default", SHAPES[2]),
+    *(
+        Entry("forward", "gdn", True, precision, shape)
+        for shape in (GROUPED, LONG)
+        for precision in ("fast", "default")
+    ),
+    *(Entry("forward", "gdn", False, precision, GROUPED) for precision in ("fast", "default", "highest")),
+    *(Entry("forward", "gdn", False, precision, LONG) for precision in ("fast", "default")),
+    Entry("forward", "gdn", False, "default", LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256)),
     Entry("forward", "gdn", False, "default", LONG._replace(key_dim=64, value_dim=64)),
     Entry("forward", "delta", False, "default", LONG),
 )

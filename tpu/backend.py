@@ -51,6 +51,8 @@ class Pallas:
     priority = 20
     slow = False
     remark = "gradients by xla"
+    #: What of a call's prologue its kernels can do themselves.
+    inside = ("conv", "qk_l2norm", "gate")
     #: Where the operands are traced: the platform that the kernel is for, and the backend for every other one. The
     #: compiler chooses between them.
     elsewhere: tuple[str, str] | None = ("tpu", "xla")

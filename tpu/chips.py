@@ -16,7 +16,7 @@ class Chip(NamedTuple):
 
     device_kind, topology: libtpu's names of it and of the smallest slice that libtpu describes.
     cores: TensorCores of one device; where there are two, "parallel" grid dimensions are split over them.
-    mxu_side, mxu_count, rows_per_cycle: its matrix units.
+    mxu_side, mxu_count, rows_per_cycle, push_cycles: its matrix units, and what a load of rows takes.
     vmem_bytes; hbm_bytes_per_second and bf16_flops (a second); dma_granule_bytes, the unit of copies in a listing.
     """
 
@@ -27,6 +27,7 @@ class Chip(NamedTuple):
     mxu_side: int
     mxu_count: int
     rows_per_cycle: int
+    push_cycles: int
     vmem_bytes: int
     hbm_bytes_per_second: float
     bf16_flops: float

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 
-__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "plan"]
+__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Core", "Pipeline", "Plan", "pipeline", "plan"]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128
@@ -121,3 +121,129 @@ def _plan(s: Signature, size: int, P: int) -> Plan:
         precision=s.precision,
         packed=s.packed,
     )
+
+
+class Inside(NamedTuple):
+    """What of a call's prologue the pipelined kernel does itself.
+
+    width of the convolution, 0 without one; its bias; silu behind it; norm: l2norm of q and k; gate: g is a raw
+    projection, and lower_bound that of a bounded gate.
+    """
+
+    width: int
+    bias: bool
+    silu: bool
+    norm: bool
+    gate: bool
+    lower_bound: float | None
+
+
+class Pipeline(NamedTuple):
+    """The static numbers of the pipelined kernel: heads a tile wide, chunks of 128 tokens, rows that are sequences.
+
+    B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads;
+    parts that cores share; summands of what products keep; scale; v_bytes of an element of v and o; wide_mxu: whether
+    matrix units are 256 x 256; inside: what is done before the rule.
+    """
+
+    B: int
+    T: int
+    P: int
+    R: int
+    U: int
+    groups: int
+    parts: int
+    summands: int
+    scale: float
+    v_bytes: int
+    wide_mxu: bool
+    inside: Inside
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether q and k are kept from one phase to another, since they are not what lies in HBM."""
+        return self.inside.norm or self.inside.width > 0
+
+    @property
+    def heads(self) -> int:
+        """Value heads a grid step."""
+        return self.P * self.R
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of a row and a group of heads."""
+        return -(-self.T // (self.U * CHUNK))
+
+    @property
+    def entries(self) -> int:
+        """Grid steps of a part that read new tokens; one more drains the pipeline."""
+        return self.B * self.groups // self.parts * self.steps
+
+    @property
+    def tail(self) -> bool:
+        """Whether the last step reaches beyond T."""
+        return self.T % (self.U * CHUNK) != 0
+
+    @property
+    def vmem(self) -> int:
+        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
+        square = CHUNK * CHUNK
+        tokens = self.U * CHUNK * CHUNK
+        blocks = tokens * (4 * self.P * 2 + 2 * self.heads * self.v_bytes) + 4 * self.heads * square * 4
+        slot = self.heads * (self.summands * 2 * (3 * square + 112 * CHUNK) + 16 * CHUNK * 4) + square * 2
+        slot += 4 * self.P * square if self.keeps_keys else 0
+        if self.inside.width:
+            slot += (4 * self.heads + 4 * (2 * self.P + self.heads)) * square
+        return 2 * blocks + self.U * slot + self.heads * square * (16 + 32 * self.summands)
+
+
+#: Chunks of a grid step of the pipeline: at least its depth.
+UNITS = 4
+
+
+def _inside(s: Signature) -> Inside:
+    """Everything, unless there is a mask: then the specification's prologue comes first, and nothing is left."""
+    if s.has("mask"):
+        return Inside(0, False, False, False, False, None)
+    width, silu = (0, False) if s.conv is None else (s.conv.width, s.conv.activation == "silu")
+    return Inside(
+        width, s.has("conv_bias"), silu, s.qk_l2norm, s.gate is not None, None if s.gate is None else s.gate.lower_bound
+    )
+
+
+class Core(NamedTuple):
+    """Of the chip that is compiled for: side of a matrix unit, cores of a device, bytes of VMEM."""
+
+    mxu_side: int = 256
+    cores: int = 1
+    vmem: int = 64 << 20
+
+
+def pipeline(s: Signature, core: Core) -> Pipeline | None:
+    """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
+    if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
+        return None
+    if s.T <= UNITS * CHUNK or s.has("segment_ids"):
+        return None
+    if s.conv is not None and (s.has("mask") or not 2 <= s.conv.width <= 8):
+        return None
+    R = s.HV // s.H
+    # A block's gates are whole tiles, or all that there are.
+    P = next((P for P in range(s.H, 0, -1) if s.H % P == 0 and P * R <= HEADS and (P * R % 8 == 0 or P == s.H)), None)
+    if P is None:
+        return None
+    p = Pipeline(
+        B=s.B,
+        T=s.T,
+        P=P,
+        R=R,
+        U=UNITS,
+        groups=s.H // P,
+        parts=core.cores if s.B * (s.H // P) % core.cores == 0 else 1,
+        summands=1 if s.precision == "fast" else 2,
+        scale=s.scale,
+        v_bytes=2 if s.dtype == "bfloat16" else 4,
+        wide_mxu=core.mxu_side == 256,
+        inside=_inside(s),
+    )
+    return p if p.vmem <= core.vmem else None

@@ -103,6 +103,8 @@ def call(
     pallas: Any = dispatch.get("pallas")
     if fused and not getattr(pallas, "inside", ()):
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
+    if fused and (op != "forward" or variant != "gdn"):
+        raise GdnError("--fused is for --op forward and --variant gdn: no other kernel has the prologue inside yet.")
     B, T, H, HV, K, V, dtype, n = shape
     decay, gates = VARIANTS[variant]
     time = () if op == "step" else (T,)
@@ -121,6 +123,9 @@ def call(
         state = jax.ShapeDtypeStruct((B, HV, K, V), jnp.float32)
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
 
+    if fused:
+        return _mixer(shape, precision)
+
     def forward(x: dict[str, Any]) -> Any:
         return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas")
 
@@ -130,6 +135,39 @@ def call(
             "portable_gdn.tpu.schedule compiles as it does any function."
         )
     return forward, (x,)
+
+
+def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A whole mixer: convolution of width 4 and silu, l2norm, softplus gate, from one array of channels."""
+    import jax
+    import jax.numpy as jnp
+
+    from ..api import gated_delta_mixer
+    from ..spec.conv import ShortConv
+    from ..spec.gates import SoftplusGate
+
+    B, T, H, HV, K, V, dtype, _ = shape
+    channels = 2 * H * K + HV * V
+    array = lambda *dims, of="float32": jax.ShapeDtypeStruct(dims, getattr(jnp, of))  # noqa: E731
+
+    def forward(qkv: Any, g: Any, beta: Any, weight: Any, A_log: Any, dt_bias: Any) -> Any:
+        return gated_delta_mixer(
+            qkv,
+            g,
+            beta=beta,
+            conv=ShortConv(weight),
+            num_heads=H,
+            key_dim=K,
+            qk_l2norm=True,
+            gate=SoftplusGate(A_log, dt_bias),
+            output_final_state=True,
+            precision=precision,
+            backend="pallas",
+        )
+
+    return forward, (
+        array(B, T, channels, of=dtype), array(B, T, HV), array(B, T, HV), array(channels, 4), array(HV), array(HV),
+    )  # fmt: skip
 
 
 def tpu_reports(

@@ -93,7 +93,7 @@ def _operation(
         steps=steps,
         bundles_per_step=int(per_step.sum()) if steps else None,
         code_bundles=len(files.bundles),
-        units=_units(found.counts, named, files.capacity),
+        units=_units(found.counts, named, files, chip),
         parts=_parts(found.counts, files),
         spills=spills,
         fills=fills,
@@ -160,12 +160,15 @@ def _per_step(found: Run, steps: int | None) -> np.ndarray:
     return per_step
 
 
-def _units(counts: np.ndarray, named: Mapping[str, np.ndarray], capacity: np.ndarray) -> dict[str, float]:
-    places = dict(zip(UNITS, capacity.tolist(), strict=True))
+def _units(counts: np.ndarray, named: Mapping[str, np.ndarray], files: Files, chip: Chip) -> dict[str, float]:
+    places = dict(zip(UNITS, files.capacity.tolist(), strict=True))
     slots = {name: float((counts * used).sum()) for name, used in named.items()}
     slots["VLOAD"] -= slots.pop("VLOAD:FILL")
     slots["VSTORE"] -= slots.pop("VSTORE:SPILL")
-    return {name: used / max(1, places[name]) for name, used in slots.items()}
+    cycles = {name: used / max(1, places[name]) for name, used in slots.items()}
+    # A matrix unit loads rows of one operand while it multiplies those of another: two things that can bind it.
+    pushes = float((counts * np.array([b.pushes for b in files.bundles])).sum())
+    return {"MXU": cycles.pop("MXU"), "MXU load": pushes * chip.push_cycles / chip.mxu_count, **cycles}
 
 
 def _parts(counts: np.ndarray, files: Files, inside: slice = slice(None)) -> dict[str, int]:

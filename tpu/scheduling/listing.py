@@ -37,11 +37,13 @@ class Instruction(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """A cycle: whether nothing is in it, the regions that start in it, and its parsed instructions."""
+    """A cycle: whether nothing is in it, the regions that start in it, its parsed instructions, and how many loads of
+    rows into matrix units begin in it."""
 
     empty: bool
     regions: tuple[int, ...]
     instructions: tuple[Instruction, ...]
+    pushes: int = 0
 
 
 _LINE = re.compile(r"^\s*(0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2}[, ]*)*:")
@@ -89,9 +91,9 @@ def _bundle(body: str) -> Bundle:
     inside = body[start + 1 :].lstrip()
     if start < 0 or inside.startswith("}"):
         return Bundle(True, regions, ())
-    if not _STEERS.search(body):
-        return Bundle(False, regions, ())
-    return Bundle(False, regions, tuple(_instructions(inside)))
+    pushes = body.count("= vmatpush")
+    steers = tuple(_instructions(inside)) if _STEERS.search(body) else ()
+    return Bundle(False, regions, steers, pushes)
 
 
 def _instructions(inside: str) -> list[Instruction]:
