@@ -434,7 +434,8 @@ def _kernel(p: Pipeline, names: tuple[str, ...], *refs: Any) -> None:
     gates: list[_Gates] = []
     for u in range(p.U):
         chunk = _Chunk(p, x, slots, gates, u, scored * (p.U * C), advanced * (p.U * C))
-        phases = [chunk.advance(), chunk.solve_128(), chunk.solve_64(), chunk.solve_16(), chunk.scores()]
+        # The order decides what the units get first; of those that were compiled, this one costs least.
+        phases = [chunk.advance(), chunk.solve_128(), chunk.scores(), chunk.solve_64(), chunk.solve_16()]
         while phases:
             phases = [phase for phase in phases if next(phase, phase) is not phase]
 
