@@ -206,10 +206,16 @@ def test_a_sound_backend_passes(under_test):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(under_test, fault):
     under_test(fault())
-    code, report = run_verify()
+    report = verify(["under test"], cases=[case for case in designed() if case.essential])
+    assert not report.ok
+    assert any(row.backend == "under test" and not row.ok for row in report.rows)
+
+
+def test_a_fault_ends_the_command_with_1(under_test):
+    under_test(DecayTwice())
+    code, report = run_verify("--case", "a chunk")
     assert code == 1
     assert not report["ok"]
-    assert any(row["backend"] == "under test" and not row["ok"] for row in report["results"])
 
 
 class Apart(ByStages):
