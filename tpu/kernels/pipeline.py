@@ -59,6 +59,17 @@ def _iota(shape: tuple[int, ...], axis: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
+def _block(index: Array, size: int) -> Array:
+    """Number of the block of ``size`` (a power of two) that an index lies in. (``//`` asks which TPU it is lowered for,
+    which nobody may know.)"""
+    return index >> (size.bit_length() - 1)
+
+
+def _within(index: Array, size: int) -> Array:
+    """Place of an index in its block."""
+    return index & (size - 1)
+
+
 def _dot(a: Array, b: Array) -> Array:
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=F32)
 
@@ -121,8 +132,8 @@ def _gates(p: Pipeline, g: Array, b: Array) -> list[_Gates]:
     reset = g < RESET
     last, G, size = jnp.where(reset, lane, -1), jnp.where(reset, 0.0, g) * LOG2E, 1
     while size < C:
-        end_of_left = lane // (2 * size) * (2 * size) + size - 1
-        goes_on = (lane % (2 * size) >= size) & (last < 0)
+        end_of_left = _block(lane, 2 * size) * (2 * size) + size - 1
+        goes_on = (_within(lane, 2 * size) >= size) & (last < 0)
         G = G + jnp.where(goes_on, jnp.take_along_axis(G, end_of_left, axis=1), 0.0)
         last = jnp.where(goes_on, jnp.take_along_axis(last, end_of_left, axis=1), last)
         size *= 2
@@ -158,7 +169,7 @@ def _spread(columns: Array, heads: int, head: int) -> Array:
     if columns.dtype == F32:
         return jnp.broadcast_to(columns[:, head : head + 1], (C, C))
     row = _iota((columns.shape[1], C), 0)
-    return _dot(columns, (row % heads == head).astype(BF16))
+    return _dot(columns, (lax.rem(row, jnp.int32(heads)) == head).astype(BF16))
 
 
 class _Slot(NamedTuple):
@@ -225,7 +236,9 @@ class _Chunk:
     def _block_diagonal(self, x: Array, size: int) -> Array:
         """[size, C] blocks side by side as a block-diagonal [C, C]."""
         return jnp.where(
-            self.row // size == self.col // size, jnp.concatenate([x] * (C // size), 0), jnp.zeros((), x.dtype)
+            _block(self.row, size) == _block(self.col, size),
+            jnp.concatenate([x] * (C // size), 0),
+            jnp.zeros((), x.dtype),
         )
 
     def _gates(self) -> _Gates:
@@ -237,7 +250,7 @@ class _Chunk:
                 columns = [jnp.concatenate([x.gate[0, :, n : n + 1]] * p.U, 0) for n in range(2)]
                 g = inside.log_decay(p.inside, g, columns)
             if p.tail:
-                token = self.scored + _iota(g.shape, 0) // p.heads * C + _iota(g.shape, 1)
+                token = self.scored + lax.div(_iota(g.shape, 0), jnp.int32(p.heads)) * C + _iota(g.shape, 1)
                 g, b = jnp.where(token < p.T, g, 0.0), jnp.where(token < p.T, b, 0.0)
             self.gates[:] = _gates(p, g, b)
         return self.gates[self.u]
@@ -306,11 +319,11 @@ class _Chunk:
         lane16, lane32, n = _iota((16, C), 1), _iota((32, C), 1), self.p.summands
         packed, low16 = A[:16], A[16:32]
         for j in range(1, 8):
-            packed = jnp.where(lane16 // 16 == j, A[16 * j : 16 * j + 16], packed)
+            packed = jnp.where(_block(lane16, 16) == j, A[16 * j : 16 * j + 16], packed)
         for j in range(1, 4):
-            low16 = jnp.where(lane16 // 32 == j, A[32 * j + 16 : 32 * j + 32], low16)
-        slot.packed[i] = jnp.where(_iota((16, C), 0) > lane16 % 16, packed, 0.0)
-        _write(slot.low16, i, _halves(jnp.where(lane16 % 32 < 16, low16, 0.0), n))
+            low16 = jnp.where(_block(lane16, 32) == j, A[32 * j + 16 : 32 * j + 32], low16)
+        slot.packed[i] = jnp.where(_iota((16, C), 0) > _within(lane16, 16), packed, 0.0)
+        _write(slot.low16, i, _halves(jnp.where(_within(lane16, 32) < 16, low16, 0.0), n))
         _write(slot.low32, i, _halves(jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1)), n))
         _write(slot.low64, i, _halves(A[64:], n))
 
@@ -319,9 +332,9 @@ class _Chunk:
         p, slot = self.p, self.slots[(self.u - 1) % self.p.U]
         row, lane = _iota((16, C), 0), _iota((16, C), 1)
         A = [slot.packed[i] for i in range(p.heads)]
-        X = [(row == lane % 16).astype(F32)] * p.heads
+        X = [(row == _within(lane, 16)).astype(F32)] * p.heads
         for j in range(15):
-            columns = [jnp.take_along_axis(a, lane // 16 * 16 + j, axis=1) for a in A]
+            columns = [jnp.take_along_axis(a, _block(lane, 16) * 16 + j, axis=1) for a in A]
             X = [a - c * jnp.broadcast_to(a[j : j + 1], a.shape) for a, c in zip(X, columns, strict=True)]
             yield
         for i in range(p.heads):
@@ -338,13 +351,13 @@ class _Chunk:
             diagonal = lambda a: self._block_diagonal(a, 16)  # noqa: E731
             low.append(_product(p, _read(slot.low16, i), _each(diagonal, X[i])))
             yield
-        second = self.row // 32 == self.col // 32
-        second &= (self.row % 32 >= 16) & (self.col % 32 < 16)
+        second = _block(self.row, 32) == _block(self.col, 32)
+        second &= (_within(self.row, 32) >= 16) & (_within(self.col, 32) < 16)
         place = lambda a: jnp.where(second, jnp.concatenate([a] * 8, 0), zero)  # noqa: E731
         for i in heads:
             low[i] = _product(p, X[i], _each(place, _halves(low[i], p.summands)))
             yield
-        odd = lane16 % 32 >= 16
+        odd = _within(lane16, 32) >= 16
         join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
         firsts = lambda a: jnp.concatenate(  # noqa: E731
             [jnp.where(lane32 < 32, a, zero), jnp.where((lane32 >= 64) & (lane32 < 96), a, zero)], 0
@@ -363,13 +376,14 @@ class _Chunk:
         heads, X, low = range(p.heads), [], []
         zero = jnp.zeros((), BF16)
         lane32, lane64 = _iota((32, C), 1), _iota((64, C), 1)
-        second = (self.row // 64 == self.col // 64) & (self.row % 64 >= 32) & (self.col % 64 < 32)
+        second = (_block(self.row, 64) == _block(self.col, 64)) & (_within(self.row, 64) >= 32)
+        second &= _within(self.col, 64) < 32
         place = lambda a: jnp.where(second, jnp.concatenate([a] * 4, 0), zero)  # noqa: E731
         for i in heads:
             X.append(_read(slot.M, i, slice(0, 32)))
             low.append(_product(p, X[i], _each(place, _read(slot.M, i, slice(32, 64)))))
             yield
-        odd = lane32 % 64 >= 32
+        odd = _within(lane32, 64) >= 32
         join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
         for i in heads:
             X[i] = _each(join, X[i], _halves(low[i], p.summands))
