@@ -85,5 +85,5 @@ def test_compiles_for(chip):
 
 
 def test_compiles_for_one_chip():
-    """Both kernels, lowered where nobody said which TPU it is for."""
+    """Both kernels."""
     assert all(n >= 1 for n in compile_in_a_child("v6e", CALLS[:2]))

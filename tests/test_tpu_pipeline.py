@@ -182,3 +182,9 @@ def test_the_interpreter_of_a_tpu_finds_nothing(monkeypatch):
     found = rule(x)
     for a, b, eps in zip(expected, found, (2**-8, 1e-5), strict=True):  # o is bfloat16
         np.testing.assert_allclose(a, b, atol=eps * np.abs(a).max())
+
+
+def test_it_lowers_where_nobody_said_which_tpu_it_is_for():
+    shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in operands(T=1024).items()}
+    traced = jax.jit(lambda x: pg.gated_delta_rule(**x, qk_l2norm=True)[0]).trace(shapes)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

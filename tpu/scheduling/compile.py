@@ -9,11 +9,12 @@ A kernel that the compiler cannot take may end the process instead of raising: c
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..chips import Chip
 
-__all__ = ["compile_for", "environment"]
+__all__ = ["compile_for", "environment", "on"]
 
 
 def environment(env: MutableMapping[str, str]) -> None:
@@ -40,5 +41,16 @@ def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any) -> Any:
 
     device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
     where = SingleDeviceSharding(device)
-    traced = jax.jit(function, in_shardings=where, out_shardings=where, keep_unused=True).trace(*shapes)
-    return traced.lower(lowering_platforms=("tpu",)).compile()
+    with on(chip):
+        traced = jax.jit(function, in_shardings=where, out_shardings=where, keep_unused=True).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    return lowered.compile()
+
+
+def on(chip: Chip) -> AbstractContextManager[Any]:
+    """A context in which kernels that ask which TPU they are traced for are told this one."""
+    from jax._src import mesh  # a device of a kind has no public home yet
+    from jax.sharding import AbstractMesh, use_abstract_mesh
+
+    kind = mesh.AbstractDevice(device_kind=chip.device_kind, num_cores=chip.cores, platform="tpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...spec.errors import GdnError
 from ..chips import Chip
+from .compile import on
 
 __all__ = ["Call", "Lowered", "lower"]
 
@@ -46,10 +47,7 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
     """
     import jax
     from jax import export
-    from jax._src import mesh  # a device of a kind has no public home yet
-    from jax.sharding import AbstractMesh, use_abstract_mesh
 
-    kind = mesh.AbstractDevice(device_kind=chip.device_kind, num_cores=chip.cores, platform="tpu")
     leaves, tree = jax.tree.flatten(args)
     shapes = [_shape(a) for a in leaves]
 
@@ -61,7 +59,7 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
     before = jax.config.jax_export_ignore_forward_compatibility
     jax.config.update("jax_export_ignore_forward_compatibility", True)
     try:
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+        with on(chip):
             calls = tuple(_calls(jax.make_jaxpr(flat)(*shapes).jaxpr))
             exported = export.export(jax.jit(flat, keep_unused=True), platforms=["tpu"])(*shapes)
     except GdnError:
