@@ -649,7 +649,7 @@ def test_the_command_line(tmp_path):
         (["--op", "step"], "'xla' runs a step"),
         (["--op", "backward"], "no Pallas kernel computes the backward pass yet"),
         (["--variant", "kda"], "this is KDA"),
-        (["--fused"], "leave out --fused"),
+        (["--fused", "--variant", "kda"], "--fused is for --op forward and --variant gdn"),
         (["--chip", "v9"], "must be one of v4"),
         (["--heads", "0"], "--heads is 0; it must be at least 1"),
         (["--heads", "3", "--value-heads", "4"], "multiple"),
