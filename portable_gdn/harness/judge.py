@@ -104,7 +104,7 @@ def expect(problem: Problem, cotangents: Mapping[str, Any], rounding: Rounding, 
     for seed in range(SEEDS):
         rng = np.random.Generator(np.random.Philox(seed))
         if rounding.exact:
-            rule = in_another_order(chunk_by_chunk(rounding.chunk_size), rng)
+            rule = in_another_order(chunk_by_chunk(rounding.chunk_size, base2=rounding.base2), rng)
             run = evaluate(problem, cotangents, rule, np.float32)
         else:
             run = evaluate(problem, cotangents, chunk_by_chunk(rounding.chunk_size, rounded_product(rounding, rng)))

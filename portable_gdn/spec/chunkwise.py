@@ -6,12 +6,16 @@ transpose of the forward by hand; ``math`` names follow ``docs/algorithm.md``. S
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import stages as st
 from .stages import Array, Namespace, Product
 
 __all__ = ["ChunkGradients", "Saved", "backward_chunk", "forward_chunk", "stage_chunk"]
+
+
+Decay = Callable[..., tuple[Array, Array]]
 
 
 class Saved(NamedTuple):
@@ -46,9 +50,10 @@ def forward_chunk(
     S: Array,
     scale: float,
     starts: Array | None = None,
+    decay: Decay = st.decay,
 ) -> tuple[Array, Array, Saved]:
     """One chunk: o [C, V], the state after it [K, V], and what the backward pass needs."""
-    G, count = st.decay(xp, g, starts)
+    G, count = decay(xp, g, starts)
     Akk, Aqk = st.scores(xp, mm, q, k, b, G, count, scale)
     T = None if Akk is None else st.inverse(xp, mm, Akk)
     Vn = st.delta_direct(xp, mm, T, k, v, b, w, G, count, S)
@@ -104,12 +109,13 @@ def backward_chunk(
     dO: Array,
     dS: Array,
     starts: Array | None = None,
+    decay: Decay = st.decay,
 ) -> ChunkGradients:
     """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V]."""
     T, Aqk, Vn = saved
     channels = k.shape[-1]
     tr = lambda x: st.transpose(xp, x)  # noqa: E731
-    G, count = st.decay(xp, g, starts)
+    G, count = decay(xp, g, starts)
     begin = st.to_channels(xp, st.from_start(xp, G, count), channels)
     end = st.to_channels(xp, st.to_end(xp, G, count), channels)
     kept = tr(st.to_channels(xp, st.across(xp, G, count), channels))

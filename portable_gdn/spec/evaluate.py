@@ -7,7 +7,7 @@ Sequences are handled one at a time, so that nothing can pass from one to anothe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import array_api_compat.numpy as xp
@@ -17,7 +17,7 @@ from . import chunkwise
 from .gates import activate_gate, gate_vjp, l2norm, l2norm_vjp, sigmoid
 from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
 from .problem import Problem, Signature
-from .stages import Product
+from .stages import Product, decay
 
 __all__ = ["DIFFERENTIABLE", "Evaluation", "chunk_by_chunk", "evaluate", "in_another_order", "matmul"]
 
@@ -317,7 +317,24 @@ def _l2norm_size(xp: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return r * (dy + y * (y * dy).sum(-1, keepdims=True))
 
 
-def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool = True, stages: Any = None) -> CoreRule:
+class _PowersOf2:
+    """The array namespace with exp2 for exp."""
+
+    exp = staticmethod(np.exp2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(xp, name)
+
+
+def _decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """``stages.decay``, its finished sums in base 2."""
+    G, count = decay(xp, g, starts)
+    return G * G.dtype.type(1 / np.log(2)), count
+
+
+def chunk_by_chunk(
+    chunk_size: int = 64, product: Product = matmul, fused: bool = True, stages: Any = None, base2: bool = False
+) -> CoreRule:
     """The rule by the stages, as a ``CoreRule``.
 
     Args:
@@ -325,9 +342,14 @@ def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool 
         product: the matrix product.
         fused: Vn straight from the state, as fast backends do; else by all seven stages (forward only differs).
         stages: another module of the seven stages, to test what a fault in one of them does.
+        base2: sums of decays as ``Rounding.base2`` has them; ``fused`` only.
     """
+    namespace, sums = (_PowersOf2(), _decay_base2) if base2 else (xp, decay)
 
     def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
+        def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:
+            return chunkwise.backward_chunk(namespace, product, *part[:6], S, scale, saved, dO, dS, decay=sums)
+
         T = x.q.shape[2]
         S, o, kept = x.S, [], []
         cuts = [(i, min(i + chunk_size, T)) for i in range(0, T, chunk_size)]
@@ -335,7 +357,7 @@ def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool 
             for a, b in cuts:
                 part = _chunk(x, a, b)
                 if fused and stages is None:
-                    out, after, saved = chunkwise.forward_chunk(xp, product, *part[:6], S, scale)
+                    out, after, saved = chunkwise.forward_chunk(namespace, product, *part[:6], S, scale, decay=sums)
                 else:
                     named = chunkwise.stage_chunk(
                         xp, product, *part[:6], S, scale, **({} if stages is None else {"stages": stages})
@@ -348,7 +370,7 @@ def chunk_by_chunk(chunk_size: int = 64, product: Product = matmul, fused: bool 
             result = CoreResult(np.concatenate(o, 2) if o else np.zeros_like(x.v), S)
             if dO is None or dS is None:
                 return result
-            return result._replace(gradients=_backward(x, scale, product, cuts, kept, dO, dS))
+            return result._replace(gradients=_backward(x, backward, cuts, kept, dO, dS))
 
     return rule
 
@@ -380,8 +402,7 @@ def in_another_order(rule: CoreRule, rng: np.random.Generator) -> CoreRule:
 
 def _backward(
     x: Core,
-    scale: float,
-    product: Product,
+    backward: Callable[..., Any],
     cuts: list[tuple[int, int]],
     kept: list[Any],
     dO: np.ndarray,
@@ -390,7 +411,7 @@ def _backward(
     parts: list[CoreGradients] = []
     for (a, b), (part, S, saved) in zip(cuts[::-1], kept[::-1], strict=True):
         out = _pad(dO[:, :, a:b], part.q.shape[2])
-        d = chunkwise.backward_chunk(xp, product, *part[:6], S, scale, saved, out, dS)
+        d = backward(part, S, saved, out, dS)
         dS = d.S
         parts.append(CoreGradients(*(None if v is None else v[:, :, : b - a] for v in d[:6]), d.S))
     if not parts:

@@ -29,11 +29,13 @@ BITS: Mapping[str, int] = MappingProxyType({"float32": 24, "bfloat16x3": 16, "tf
 class Rounding:
     """Which operands are rounded before they enter a product, by name; those not named keep float32.
 
-    Accumulation and state are float32 always. ``chunk_size`` is the chunk in which the sums run.
+    Accumulation and state are float32 always. ``chunk_size`` is the chunk in which the sums run. ``base2``: a chunk's
+    finished sums of decays are multiplied by log2(e), which rounds them once more, and decays are powers of 2.
     """
 
     operands: Mapping[str, str] = field(default_factory=dict)
     chunk_size: int = 64
+    base2: bool = False
 
     def __post_init__(self) -> None:
         for name, kept in self.operands.items():
@@ -56,7 +58,7 @@ class Rounding:
 
     def key(self) -> tuple[Any, ...]:
         """A hashable form."""
-        return (tuple(sorted(self.operands.items())), self.chunk_size)
+        return (tuple(sorted(self.operands.items())), self.chunk_size, self.base2)
 
 
 _INPUTS = ("q", "k", "S", "dO", "dS")
