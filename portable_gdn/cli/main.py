@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import GdnError
-from . import capture, info, tpu_report, verify
+from . import capture, info, port, tpu_report, verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command()(info.info)
 app.command()(verify.verify)
 app.command()(capture.capture)
+app.command()(port.port)
+app.command()(port.inspect)
 app.command("tpu-report")(tpu_report.tpu_report)
 
 

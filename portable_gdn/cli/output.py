@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["console", "print_json", "progress_bar", "write_whole"]
+__all__ = ["console", "messages", "print_json", "progress_bar", "write_whole"]
 
 console = Console(highlight=False)
-_messages = Console(stderr=True, highlight=False)
+messages = Console(stderr=True, highlight=False)
 
 
 def print_json(value: Any) -> None:
@@ -28,7 +28,7 @@ def print_json(value: Any) -> None:
 def progress_bar(title: str) -> Iterator[Any]:
     """A bar on standard error; yields ``update(what, done, of)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_messages, transient=True) as progress:
+    with Progress(*columns, console=messages, transient=True) as progress:
         task = progress.add_task(title, total=None)
 
         def update(what: str, done: int, of: int) -> None:

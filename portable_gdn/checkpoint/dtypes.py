@@ -1,0 +1,44 @@
+"""The dtypes of safetensors files, as numpy knows them (with ml_dtypes for those that numpy lacks)."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["FLOATS", "NAMES", "dtype_of", "itemsize"]
+
+NAMES: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+        "C64": np.complex64,
+    }.items()
+}
+
+FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What ``--dtype`` takes, and how a file calls it."""
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The numpy dtype of a file's dtype name."""
+    return NAMES[name]
+
+
+def itemsize(name: str) -> int:
+    """Bytes an element."""
+    return NAMES[name].itemsize

@@ -1,0 +1,25 @@
+"""One table a model family; ``ALL`` in the order in which an unknown checkpoint is tried."""
+
+from __future__ import annotations
+
+from .family import Family, Mixer, Rule
+from .fla import GATED_DELTANET, GATED_DELTANET2, KDA
+from .kimi_linear import KIMI_LINEAR
+from .olmo_hybrid import OLMO_HYBRID
+from .others import BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP
+from .qwen import QWEN3_5, QWEN3_NEXT
+
+__all__ = ["ALL", "Family", "Mixer", "Rule", "family_named"]
+
+ALL: tuple[Family, ...] = (
+    QWEN3_NEXT, QWEN3_5, KIMI_LINEAR, OLMO_HYBRID, GATED_DELTANET, KDA, GATED_DELTANET2,
+    BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP,
+)  # fmt: skip
+
+
+def family_named(name: str) -> Family | None:
+    """The family of that name or model_type, or None."""
+    for family in ALL:
+        if name == family.name or name in family.model_types:
+            return family
+    return None

@@ -1,0 +1,152 @@
+"""Read the header of a safetensors file, and believe none of it until it was checked.
+
+A file is 8 bytes (length of the header, little endian), the header (JSON: name -> dtype, shape, data_offsets) and the
+data. Everything that is later used to address memory is checked here: the header's length against the file's, offsets
+against the data, sizes against shapes, and that tensors fill the data without a gap or an overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..spec.errors import GdnError
+from .dtypes import NAMES, itemsize
+
+__all__ = ["MAX_HEADER", "MAX_NAME", "MAX_TENSORS", "Header", "Tensor", "parse_header", "read_header"]
+
+MAX_HEADER = 100_000_000  # bytes; what the safetensors package allows
+MAX_TENSORS = 1_000_000  # in one checkpoint; one of 80 billion parameters with 512 experts has 76 thousand
+MAX_NAME = 512
+MAX_RANK = 16
+
+# Letters, digits and what module paths hold; no path separators. That no part between dots is empty keeps ".." out.
+_NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file: its dtype by the file's name for it, its shape, and where its bytes are in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header: its own bytes (length included), the tensors in the order of their data, and the metadata."""
+
+    raw: bytes
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a file.
+
+    Raises:
+        GdnError: the file is not a safetensors file, or its header cannot be believed.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
+            if len(first) < 8 or length > size - 8:
+                raise _refuse(path, f"it has {size} bytes and its header claims {length}", "be whole")
+            if length > MAX_HEADER:
+                raise _refuse(path, f"its header claims {length} bytes", f"have at most {MAX_HEADER}")
+            raw = first + file.read(length)
+    except OSError as error:
+        raise GdnError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return parse_header(path, raw, size)
+
+
+def parse_header(path: Path, raw: bytes, size: int) -> Header:
+    """Check header bytes (the 8 of the length included) against the size of the file that they describe.
+
+    Raises:
+        GdnError: as ``read_header``.
+    """
+    start = len(raw)
+    try:
+        found = json.loads(raw[8:].decode("utf-8"), object_pairs_hook=_unique)
+    except _Twice as error:
+        raise _refuse(path, f"its header names {str(error)!r} twice", "name each tensor once") from None
+    except (ValueError, RecursionError) as error:
+        raise _refuse(path, f"its header is no JSON ({type(error).__name__})", "be a safetensors file") from None
+    if not isinstance(found, dict):
+        raise _refuse(path, f"its header is a {type(found).__name__}", "be a safetensors file")
+    metadata = found.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _refuse(path, "its __metadata__ holds other things than text", "hold text only")
+    if len(found) > MAX_TENSORS:
+        raise _refuse(path, f"it names {len(found)} tensors", f"have at most {MAX_TENSORS}")
+    tensors = sorted(
+        ((name, _tensor(path, name, item, start, size)) for name, item in found.items()),
+        key=lambda pair: (pair[1].begin, pair[1].end),
+    )
+    at = start
+    for name, tensor in tensors:
+        if tensor.begin != at:
+            what = "overlaps another" if tensor.begin < at else "leaves a gap before it"
+            raise _refuse(path, f"tensor {name!r} {what}", "hold its tensors one after the other")
+        at = tensor.end
+    if at != size:
+        raise _refuse(path, f"its tensors end at byte {at} of {size}", "end with its last tensor")
+    return Header(raw, dict(tensors), metadata)
+
+
+def _refuse(path: Path, was: str, must: str) -> GdnError:
+    return GdnError(f"{path} cannot be trusted: {was}; it must {must}.")
+
+
+class _Twice(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        raise _Twice(next(name for name, _ in pairs if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+    return found
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
+
+
+def _tensor(path: Path, name: str, item: Any, start: int, size: int) -> Tensor:
+    short = name[:80]
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise _refuse(path, f"it names a tensor {short!r}", "use names of letters, digits, '_', '-' and single dots")
+    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+        raise _refuse(path, f"tensor {short!r} is not described by dtype, shape and data_offsets", "describe each so")
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in NAMES:
+        raise _refuse(path, f"tensor {short!r} has dtype {str(dtype)[:40]!r}", f"use one of {', '.join(NAMES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_whole, shape)):
+        raise _refuse(path, f"tensor {short!r} has shape {str(shape)[:80]}", "have shapes of whole numbers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
+        raise _refuse(path, f"tensor {short!r} has offsets {str(offsets)[:80]}", "have two whole numbers there")
+    begin, end = offsets[0] + start, offsets[1] + start
+    if not begin <= end <= size:
+        raise _refuse(path, f"tensor {short!r} lies at {offsets} of {size - start} bytes of data", "lie inside them")
+    wanted = prod(shape) * itemsize(dtype)
+    if end - begin != wanted:
+        raise _refuse(
+            path, f"tensor {short!r} has {end - begin} bytes for {dtype} {shape}", f"have the {wanted} that this takes"
+        )
+    return Tensor(dtype, tuple(shape), begin, end)

@@ -1,0 +1,135 @@
+"""The JSON beside a port: where it comes from, what became of what, and everything the way back needs.
+
+``portable_gdn.json`` has the names and hashes; the headers of the source's files, byte for byte, lie in ``source/``
+beside it, so that the way back writes the very files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..spec.errors import GdnError, bad
+from .header import parse_header
+from .plan import Plan, Record
+from .reader import INDEX_SUFFIX, read_json
+
+__all__ = ["FILE", "FORMAT", "SOURCE", "is_port", "load", "read_record", "small_files", "write"]
+
+FILE = "portable_gdn.json"
+SOURCE = "source"
+FORMAT = "portable-gdn-port"
+VERSION = 1
+_CARRIED = (".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".yml", ".tiktoken")
+_LARGEST = 64 * 2**20
+
+
+def small_files(folder: Path) -> list[Path]:
+    """Configuration, tokenizer and licence beside the weights; never programs, never weights, never an index."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        known = path.suffix in _CARRIED or path.name.upper().startswith(("LICENSE", "NOTICE"))
+        ours = path.name == FILE or path.name.endswith(INDEX_SUFFIX)
+        if known and not ours and path.is_file() and path.stat().st_size <= _LARGEST:
+            found.append(path)
+    return found
+
+
+def write(
+    plan: Plan, hashes: dict[str, str], source_hashes: dict[str, str], files: list[str], side: list[str]
+) -> tuple[str, dict[str, bytes]]:
+    """The JSON, and the files under ``source/`` by name."""
+    source = plan.read
+    family = source.family
+    from .. import __version__
+
+    mixer = source.mixer
+    facts: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "portable_gdn": __version__,
+        "target": plan.target,
+        "settings": plan.settings,
+        "family": family.name,
+        "prefix": source.dialect.prefix,
+        "sizes": source.sizes,
+        "block": source.block,
+        "linear_layers": source.linear_layers,
+        "mixer": None if mixer is None else mixer.as_dict(),
+        "zero_centred_norms": list(family.zero_centred),
+        "notes": list(source.notes),
+        "files": files,
+        "side_files": side,
+        "carried": {rule: list(names) for rule, names, _ in source.carried},
+        "aside": {group.rule: list(group.names) for group in plan.skipped},
+        "casts": {name: list(pair) for name, pair in plan.casts.items()},
+        "dequantised": plan.dequantised,
+        "tensors": {
+            output.name: hashes[output.name] for output in (*plan.outputs, *plan.side) if output.name in hashes
+        },
+        "source": {
+            "folder": source.checkpoint.folder.name,
+            "index": source.checkpoint.index,
+            "files": {name: path.stat().st_size for name, path in source.checkpoint.files.items()},
+            "tensors": source_hashes,
+        },
+    }
+    kept = {name + ".header": header.raw for name, header in source.checkpoint.headers.items()}
+    if source.checkpoint.index is not None:
+        kept[source.checkpoint.index] = (source.checkpoint.folder / source.checkpoint.index).read_bytes()
+    return json.dumps(facts, indent=1), kept
+
+
+def is_port(folder: Path) -> bool:
+    """Whether a folder holds a port."""
+    return (folder / FILE).is_file()
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The JSON of a port.
+
+    Raises:
+        GdnError: it is not there or not one.
+    """
+    if not is_port(folder):
+        raise bad(str(folder), "a folder without " + FILE, "be what `portable-gdn port` wrote")
+    facts = read_json(folder / FILE)
+    if facts.get("format") != FORMAT or facts.get("version") != VERSION:
+        raise bad(
+            str(folder / FILE), f"of format {facts.get('format')} {facts.get('version')}", f"be {FORMAT} {VERSION}"
+        )
+    return facts
+
+
+def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
+    """What the way back needs, checked, and the whole JSON.
+
+    Raises:
+        GdnError: it is not whole, or names files outside its folder.
+    """
+    facts = load(folder)
+    headers = {}
+    try:
+        for name, size in facts["source"]["files"].items():
+            if name != Path(name).name or not name.endswith(".safetensors"):
+                raise bad(FILE, f"naming a source file {name[:80]!r}", "name safetensors files without folders")
+            path = folder / SOURCE / (name + ".header")
+            headers[name] = parse_header(path, path.read_bytes(), size)
+        return Record(
+            target=facts["target"],
+            family=facts["family"],
+            prefix=facts["prefix"],
+            sizes=dict(facts["sizes"]),
+            block=facts["block"],
+            headers=headers,
+            carried={rule: tuple(names) for rule, names in (*facts["carried"].items(), *facts["aside"].items())},
+            dequantised=dict(facts["dequantised"]),
+            settings=dict(facts["settings"]),
+        ), facts
+    except OSError as error:
+        raise GdnError(f"{error.filename} cannot be read: {error.strerror}; the port must be whole.") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, GdnError):
+            raise
+        raise bad(str(folder / FILE), f"not whole ({type(error).__name__}: {error})", "be as it was written") from error

@@ -1,0 +1,287 @@
+"""Write the files of a plan: streamed, hashed, verified, and only then in place.
+
+Everything is written into "<out>.partial" beside the folder that was asked for. A finished file has been read back and
+every tensor's hash compared; a journal says so, and a port that was interrupted continues behind it. When all files are
+there the folder is renamed. Memory holds two slabs of at most ``SLAB`` bytes (or one tensor, where a tensor cannot be
+cut).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..spec.errors import GdnError, bad
+from .header import parse_header
+from .plan import Output, Shard
+from .reader import Checkpoint
+
+__all__ = ["SLAB", "Progress", "Session", "digest", "session"]
+
+SLAB = 64 * 2**20
+_PIECE = 8 * 2**20
+_SPARE = 64 * 2**20  # bytes of the disk to leave free
+_JOURNAL = "journal.jsonl"
+Progress = Callable[[str, int, int], None]
+
+
+def digest(pieces: Iterator[bytes]) -> str:
+    """SHA-256 of bytes that come in pieces."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+@dataclass
+class Session:
+    """A folder being written. hashes: SHA-256 of every tensor written; source_hashes: of every source tensor read."""
+
+    out: Path
+    partial: Path
+    total: int
+    progress: Progress
+    hashes: dict[str, str] = field(default_factory=dict)
+    source_hashes: dict[str, str] = field(default_factory=dict)
+    done: int = 0
+    finished: set[str] = field(default_factory=set)
+    resumed: int = 0
+
+    def write(
+        self, shards: Sequence[Shard], source: Checkpoint, array: Callable[[str], np.ndarray] | None = None
+    ) -> None:
+        """Write files, except those that an earlier attempt finished; ``array`` gives tensors, if not ``source``.
+
+        Raises:
+            GdnError: what was read back is not what was written, or the disk is full.
+        """
+        with (
+            ThreadPoolExecutor(1) as sink,
+            ThreadPoolExecutor(1) as hasher,
+            ThreadPoolExecutor(1) as verifier,
+        ):
+            sources: dict[str, Future[str]] = {}
+            checks: list[Future[None]] = []
+            try:
+                for shard in shards:
+                    if shard.name in self.finished:
+                        self._tell(shard.name, shard.nbytes)
+                        continue
+                    names = self._shard(shard, source, array or source.array, sink, hasher, sources)
+                    checks.append(verifier.submit(self._verify, shard, names, sources))
+                    while len(checks) > 2:
+                        checks.pop(0).result()
+                for check in checks:
+                    check.result()
+            finally:
+                for pool in (sink, hasher, verifier):
+                    pool.shutdown(wait=True, cancel_futures=True)
+
+    def _tell(self, what: str, more: int) -> None:
+        self.done += more
+        self.progress(what, self.done, self.total)
+
+    def _shard(
+        self,
+        shard: Shard,
+        source: Checkpoint,
+        array: Callable[[str], np.ndarray],
+        sink: ThreadPoolExecutor,
+        hasher: ThreadPoolExecutor,
+        sources: dict[str, Future[str]],
+    ) -> list[str]:
+        """Write one file under a temporary name; the names of source tensors that it was made of."""
+        part = self.partial / (shard.name + ".part")
+        used: list[str] = []
+        with part.open("wb") as file:
+            if hasattr(os, "posix_fallocate") and shard.nbytes:
+                os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk shows now
+            file.write(shard.header)
+            self._tell(shard.name, len(shard.header))
+            pending: Future[None] | None = None
+            touched = 0
+            for output in shard.outputs:
+                for name in output.sources:
+                    used.append(name)
+                    if name not in sources and name not in self.source_hashes and output.verbatim != name:
+                        sources[name] = hasher.submit(_digest_of, source, name)
+                state = hashlib.sha256()
+                for data in self._slabs(output, source, array):
+                    if pending is not None:
+                        pending.result()
+                    pending = sink.submit(_put, file, state, data)
+                    self._tell(output.name, len(data))
+                    touched += len(data)
+                    if touched > 2 * SLAB:
+                        source.release()
+                        touched = 0
+                if pending is not None:
+                    pending.result()
+                    pending = None
+                self.hashes[output.name] = state.hexdigest()
+                if output.verbatim is not None:
+                    self.source_hashes[output.verbatim] = self.hashes[output.name]
+            file.flush()
+            os.fsync(file.fileno())
+        source.release()
+        return used
+
+    @staticmethod
+    def _slabs(output: Output, source: Checkpoint, array: Callable[[str], np.ndarray]) -> Iterator[Any]:
+        if output.copied is not None or output.verbatim is not None:
+            yield from source.chunks(output.verbatim or output.copied)  # type: ignore[arg-type]
+            return
+        for slab in output.slabs(SLAB):
+            yield memoryview(output.fill(slab, array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+    def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
+        """Read a file back, compare every tensor's hash, give it its name and note it in the journal."""
+        part = self.partial / (shard.name + ".part")
+        header = parse_header(part, shard.header, part.stat().st_size)
+        with part.open("rb") as file:
+            if file.read(len(shard.header)) != shard.header:
+                raise GdnError(f"{part} does not hold the header that was written; the disk or its driver is at fault.")
+            for name, tensor in header.tensors.items():
+                file.seek(tensor.begin)
+                found = digest(_pieces(file, tensor.nbytes))
+                if found != self.hashes[name]:
+                    raise GdnError(f"{name} in {part} is not what was written; the disk or its driver is at fault.")
+        for name in names:
+            if name in sources:
+                self.source_hashes[name] = sources[name].result()
+        os.replace(part, self.partial / shard.name)
+        note = {
+            "file": shard.name,
+            "tensors": {o.name: self.hashes[o.name] for o in shard.outputs},
+            "sources": {name: self.source_hashes[name] for name in dict.fromkeys(names) if name in self.source_hashes},
+        }
+        with (self.partial / _JOURNAL).open("a") as journal:
+            journal.write(json.dumps(note) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def text(self, name: str, content: str | bytes) -> None:
+        """Write a small file."""
+        path = self.partial / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _digest_of(source: Checkpoint, name: str) -> str:
+    return digest(source.chunks(name))
+
+
+def _put(file: Any, state: Any, data: Any) -> None:
+    state.update(data)
+    file.write(data)
+
+
+def _pieces(file: Any, count: int) -> Iterator[bytes]:
+    while count:
+        data = file.read(min(_PIECE, count))
+        if not data:
+            return
+        count -= len(data)
+        yield data
+
+
+@contextmanager
+def session(out: Path, fingerprint: str, total: int, progress: Progress) -> Iterator[Session]:
+    """A folder to write, begun or continued; renamed to ``out`` when the block ends well.
+
+    Raises:
+        GdnError: ``out`` exists, the disk has not enough room, or became full (then nothing is left of the attempt).
+    """
+    if out.exists():
+        raise bad(str(out), "there already", "be the name of a folder that does not exist")
+    if not out.absolute().parent.is_dir():
+        raise bad(str(out), "in a folder that does not exist", "be in one that does")
+    partial = out.with_name(out.name + ".partial")
+    current = Session(out, partial, total, progress)
+    _continue(current, fingerprint)
+    written = sum((partial / name).stat().st_size for name in current.finished)
+    free = shutil.disk_usage(out.absolute().parent).free
+    if total - written + _SPARE > free:
+        if not current.finished:
+            shutil.rmtree(partial)
+        raise GdnError(
+            f"{out.absolute().parent} has {free / 2**30:.1f} GiB free; the port must have "
+            f"{(total - written + _SPARE) / 2**30:.1f}."
+        )
+    try:
+        yield current
+        _settle(current)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise GdnError(
+                f"the disk of {out.absolute().parent} became full; what had been written was removed."
+            ) from error
+        raise
+
+
+def _settle(current: Session) -> None:
+    (current.partial / _JOURNAL).unlink()
+    (current.partial / "fingerprint").unlink()
+    for path in (*current.partial.rglob("*"), current.partial):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    os.rename(current.partial, current.out)
+
+
+def _continue(current: Session, fingerprint: str) -> None:
+    """Take over what an earlier attempt at the very same port finished; else start clean."""
+    partial = current.partial
+    mark = partial / "fingerprint"
+    if partial.exists():
+        if not mark.is_file():
+            raise bad(str(partial), "there and not of an interrupted port", "be removed or renamed first")
+        if mark.read_text() == fingerprint:
+            _read_journal(current)
+        else:
+            shutil.rmtree(partial)
+    if not partial.exists():
+        partial.mkdir()
+        mark.write_text(fingerprint)
+    (partial / _JOURNAL).touch()
+    for path in partial.glob("*.part"):
+        path.unlink()
+
+
+def _read_journal(current: Session) -> None:
+    journal = current.partial / _JOURNAL
+    if not journal.is_file():
+        return
+    kept = []
+    for line in journal.read_text().splitlines():
+        try:
+            note = json.loads(line)
+        except ValueError:
+            break  # the last line of a process that was killed
+        path = current.partial / note["file"]
+        try:
+            checkpoint = Checkpoint(path)
+            if {n: digest(checkpoint.chunks(n)) for n in checkpoint.where} != note["tensors"]:
+                continue
+        except GdnError:
+            continue
+        kept.append(line)
+        current.finished.add(note["file"])
+        current.hashes.update(note["tensors"])
+        current.source_hashes.update(note["sources"])
+    current.resumed = len(kept)
+    journal.write_text("".join(line + "\n" for line in kept))

@@ -1,0 +1,182 @@
+"""``portable-gdn port`` and ``portable-gdn inspect``: checkpoints from one format to another, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from ..checkpoint import porting, provenance
+from ..checkpoint.families import ALL
+from ..checkpoint.plan import TARGETS
+from ..checkpoint.report import describe_plan
+from ..spec.errors import bad
+from .output import console, messages, print_json
+
+__all__ = ["inspect", "port"]
+
+_Family = Annotated[
+    str | None, typer.Option("--family", help="Read the tensors as this family's; told by them otherwise.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+_To = Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")]
+
+
+def inspect(
+    source: Annotated[Path, typer.Argument(help="A folder with safetensors files, one such file, or a port.")],
+    to: _To = "jax",
+    family: _Family = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what is in a checkpoint and what each tensor becomes, from its headers alone."""
+    if source.is_dir() and provenance.is_port(source):
+        facts = provenance.load(source)
+        if as_json:
+            print_json(facts)
+        else:
+            _print_port(facts)
+        return
+    facts = describe_plan(porting.plan_of(source, to, family=family))
+    if as_json:
+        print_json(facts)
+    else:
+        _print_plan(facts)
+
+
+def port(
+    source: Annotated[Path, typer.Argument(help="The checkpoint, or with --back and --check a port.")],
+    out: Annotated[Path | None, typer.Argument(help="The folder to write; it must not exist.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = None,
+    back: Annotated[bool, typer.Option("--back", help="Write what a port was made of, byte for byte.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    family: _Family = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast weights to bfloat16, float32 or float16, and apply scales of 8-bit ones.")
+    ] = None,
+    shard_size: Annotated[float, typer.Option(help="GB a file has at most.")] = porting.SHARD / 1e9,
+    lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a checkpoint in another format, or with --back what a port was made of."""
+    if not shard_size > 0:
+        raise bad("--shard-size", shard_size, "be positive")
+    if back == (to is not None):
+        raise bad("--to", to if to is not None else "not given", "be given, or --back instead of it")
+    if out is None and not dry_run:
+        raise bad("OUT", "not given", "be the folder to write")
+    target = out if out is not None else Path("out")
+    if dry_run and not back:
+        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype))
+        print_json(facts) if as_json else _print_plan(facts)
+        return
+    with _bar("back" if back else "port") as update:
+        if back:
+            outcome = porting.back(source, target, lossy=lossy, progress=update, dry_run=dry_run)
+        else:
+            outcome = porting.port(
+                source,
+                target,
+                str(to),
+                family=family,
+                dtype=dtype,
+                shard_size=int(shard_size * 1e9),
+                progress=update,
+            )
+    facts = {
+        "out": str(outcome.out), "files": outcome.files, "tensors": outcome.tensors, "bytes": outcome.nbytes,
+        "resumed_files": outcome.resumed, "changed": outcome.changed, "notes": list(outcome.notes),
+    }  # fmt: skip
+    if as_json:
+        print_json(facts)
+        return
+    for note in outcome.notes:
+        console.print(f"note: {note}", markup=False)
+    done = "would be in" if dry_run else "read back, compared by hash, and now in"
+    console.print(f"{outcome.tensors} tensors, {_bytes(outcome.nbytes)}, {done} {outcome.out}", markup=False)
+    if back and not dry_run:
+        same = outcome.tensors - len(outcome.changed)
+        console.print(f"{same} of {outcome.tensors} have the bytes that were ported")
+    if outcome.changed:
+        _names("changed" if back else "cast", outcome.changed)
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Any]:
+    """A bar of bytes on standard error."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=messages, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(what: str, done: int, of: int) -> None:
+            progress.update(task, description=f"{title}  {what[-40:]:40}", completed=done, total=of)
+
+        yield update
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def _names(title: str, names: list[str]) -> None:
+    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    console.print(f"{title}: {some}", markup=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("tensors", "size") else "left", overflow="fold")
+    return table
+
+
+def _print_plan(facts: dict[str, Any]) -> None:
+    console.print(
+        f"{facts['title']} ({facts['family']}), {_bytes(facts['source_bytes'])} in {facts['source']}", markup=False
+    )
+    console.print(", ".join(f"{dim} = {n}" for dim, n in facts["sizes"].items()), markup=False)
+    console.print(f"linear attention in {len(facts['linear_layers'])} layers; mixer: {facts['mixer']}", markup=False)
+    table = _table("tensor", "tensors", "dtype", "shape", "size", f"in {facts['target']}")
+    for row in facts["tensors"]:
+        table.add_row(
+            row["source"], str(row["count"]), row["dtype"], row["shape"].replace("[", r"\["), _bytes(row["bytes"]),
+            "\n".join(row["becomes"]),
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"{facts['target']}: {sum(o['count'] for o in facts['outputs'])} tensors, {_bytes(facts['target_bytes'])}; "
+        f"side file {_bytes(facts['side_bytes'])}",
+        markup=False,
+    )
+    for group in facts["aside"]:
+        _names(f"side file, {group['rule']}", group["names"])
+    for name, (was, becomes) in facts["casts"].items():
+        console.print(f"cast: {name} from {was} to {becomes}", markup=False)
+    for note in facts["notes"]:
+        console.print(f"note: {note}", markup=False)
+
+
+def _print_port(facts: dict[str, Any]) -> None:
+    families = {family.name: family.title for family in ALL}
+    console.print(
+        f"a port to {facts['target']} of {facts['source']['folder']}, {families.get(facts['family'], facts['family'])}",
+        markup=False,
+    )
+    console.print(
+        f"{len(facts['tensors'])} tensors in {', '.join([*facts['files'], *facts['side_files']])}", markup=False
+    )
+    for rule, names in facts["aside"].items():
+        _names(f"side file, {rule}", names)
+    for name, (was, becomes) in facts["casts"].items():
+        console.print(f"cast: {name} from {was} to {becomes}", markup=False)
