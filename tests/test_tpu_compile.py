@@ -38,8 +38,17 @@ for call in calls:
         "q": shape(B, T, H, K, dtype=half), "k": shape(B, T, H, K, dtype=half), "v": shape(B, T, HV, V, dtype=half),
         "g": shape(B, T, HV), "beta": shape(B, T, HV), "initial_state": shape(N or B, HV, K, V),
     }
-    if call.get("g", True) is None:
-        del x["g"]  # DeltaNet
+    variant = call.get("variant", "GDN")
+    if variant in ("KDA", "GDN-2", "GLA"):
+        x["g"] = shape(B, T, HV, K)
+    if variant == "grouped":
+        x["g"] = shape(B, T, HV, 2)
+    if variant in ("GDN-2", "GLA"):
+        del x["beta"]
+    if variant == "GDN-2":
+        x |= {"erase": shape(B, T, HV, K), "write": shape(B, T, HV, V)}
+    if variant == "DeltaNet":
+        del x["g"]
     if N:
         x["cu_seqlens"] = shape(N + 1, dtype=jnp.int32)
     rule = lambda x: pg.gated_delta_rule(
@@ -56,12 +65,19 @@ CALLS = [
     {**PLAIN, "K": 100, "V": 48, "T": 130},
     {**PLAIN, "dtype": "float32", "B": 2},
     {**PLAIN, "precision": "fast"},
-    {**PLAIN, "g": None},
+    {**PLAIN, "variant": "DeltaNet"},
     {**PLAIN, "H": 16, "HV": 32, "T": 2048},
     *({**PLAIN, "H": 1, "HV": 2, "K": size, "V": size, "T": 256} for size in SIZES if size != 128),
     {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65},
     {**PLAIN, "K": 16, "V": 24, "HV": 6, "T": 37, "N": 3, "dtype": "float32"},
     {**PLAIN, "T": 1},
+    {**PLAIN, "variant": "KDA"},
+    {**PLAIN, "variant": "GDN-2", "N": 3, "T": 500},
+    {**PLAIN, "variant": "KDA", "K": 100, "V": 48, "T": 130},
+    {**PLAIN, "variant": "GDN-2", "K": 16, "V": 24, "HV": 6, "T": 37, "dtype": "float32"},
+    {**PLAIN, "variant": "grouped", "H": 1, "HV": 2, "K": 256, "V": 256, "T": 256},
+    {**PLAIN, "variant": "grouped", "K": 24, "V": 16, "T": 130},
+    {**PLAIN, "variant": "GLA", "T": 64, "precision": "fast"},
     {**PLAIN, "H": 1, "HV": 8, "chunk_size": 256},
 ]
 

@@ -17,7 +17,6 @@ import numpy as np
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
-from ..spec.variants import VARIANTS
 from .plan import TABLE_LIMIT, VMEM_LIMIT, plan
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
@@ -157,6 +156,10 @@ class Interpreted(Pallas):
         "no tokens",
         "a chunk and a token",
         "DeltaNet",
+        "a chunk",
+        "KDA",
+        "GDN-2",
+        "GLA",
         "bfloat16, 64 x 96",
         "gates one -inf",
         "gates -20 each",
@@ -189,8 +192,6 @@ class Interpreted(Pallas):
 
 def _refuses(s: Signature) -> str | None:
     """Why the kernel cannot compute this call on any device, or None."""
-    if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]):
-        return f"its kernel computes GDN and DeltaNet (one decay and one beta a head), and this is {s.variant.name}"
     if s.step:
         return "its kernel is for whole sequences; 'xla' runs a step"
     if s.dtype == "float16":

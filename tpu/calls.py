@@ -81,14 +81,15 @@ def _by_kernel(
     # What the products would round anyway is rounded before it travels; v only where it is exact.
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
+    g = jnp.repeat(x.g, p.widths.decay // x.g.shape[-1], axis=-1)  # many groups are computed channel by channel
+    gates = [a for a in (g, x.b, None if p.widths.shared else x.w) if a is not None]
     bounds = operands.get("cu_seqlens")
     o, state, stage = forward(
         p,
         x.q.astype(keys),
         x.k.astype(keys),
         x.v.astype(values),
-        x.g[..., 0],
-        x.b[..., 0],
+        gates,
         S,
         bounds,
         interpret=interpret,
@@ -174,10 +175,10 @@ def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array])
     found = _probe(s, interpret, stages, operands)
     x = {name: jnp.reshape(a, (s.B, -1, *a.shape[1:])) for name, a in found.items()}
     return {
-        "decay": (x["G"], x["count"]),
-        "scores": (x["Akk"], x["Aqk"]),
-        "inverse": (x["T"],),
-        "wy": (x["U"], x["W"]),
+        "decay": tuple(x[name][..., :: max(x[name].shape[-1] // max(s.groups, 1), 1)] for name in ("G", "count")),
+        "scores": (x.get("Akk"), x["Aqk"]),
+        "inverse": (x.get("T"),),
+        "wy": (x["U"], x.get("W")),
         "state": (x["S"], x["after"]),
         "delta": (x["Vn"],),
         "output": (x["o"],),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.problem import Signature
+from ..spec.variants import VARIANTS, Granularity
 
 __all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Core", "Pipeline", "Plan", "pipeline", "plan"]
 
@@ -20,6 +21,35 @@ VMEM_LIMIT = 48 << 20
 #: Bytes of scalar memory that the table of chunks may use; a core has 1 MiB.
 TABLE_LIMIT = 768 << 10
 LANES = 128
+
+
+class Widths(NamedTuple):
+    """How finely gates are given: decays a value head (1, a few groups, or K), erase gates (0, 1 or K), write gates (0,
+    1 or V); shared: both are one gate, beta."""
+
+    decay: int
+    erase: int
+    write: int
+    shared: bool
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Of the operands, in order: decay, and erase and write where they are operands of their own."""
+        return (self.decay, *(n for n in (self.erase, 0 if self.shared else self.write) if n))
+
+
+#: Groups of channels up to which each has a matrix of decays of its own; more are computed channel by channel.
+GROUPS = 4
+
+
+def widths(s: Signature) -> Widths:
+    """Of a call."""
+    decay = max(s.groups, 1)
+    erase, write = (
+        {Granularity.NONE: 0, Granularity.HEAD: 1}.get(gate, channels)
+        for gate, channels in ((s.variant.erase, s.K), (s.variant.write, s.V))
+    )
+    return Widths(decay if decay <= GROUPS else s.K, erase, write, s.has("beta"))
 
 
 class Plan(NamedTuple):
@@ -43,6 +73,7 @@ class Plan(NamedTuple):
     scale: float
     precision: str
     packed: bool
+    widths: Widths
 
     @property
     def heads(self) -> int:
@@ -70,9 +101,10 @@ class Plan(NamedTuple):
         lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
         C, heads = self.C, self.heads
         tokens = C * (2 * lanes(self.P * self.K) * self.q_bytes + 2 * lanes(heads * self.V) * self.v_bytes)
-        gates = 2 * C * lanes(heads) * 4
+        gates = 4 * C * sum(lanes(heads * n) for n in self.widths.given)
         state = heads * self.K * lanes(self.V) * 4
-        values = heads * C * (8 * lanes(C) + 3 * lanes(self.K) + 6 * lanes(self.V)) * 4
+        keys = 3 if self.widths.decay == 1 else 12
+        values = heads * C * (8 * lanes(C) + keys * lanes(self.K) + 6 * lanes(self.V)) * 4
         return 2 * (tokens + gates + 2 * state) + state + values + 2 * state
 
     @property
@@ -120,6 +152,7 @@ def _plan(s: Signature, size: int, P: int) -> Plan:
         scale=s.scale,
         precision=s.precision,
         packed=s.packed,
+        widths=widths(s),
     )
 
 
@@ -223,6 +256,8 @@ class Core(NamedTuple):
 
 def pipeline(s: Signature, core: Core) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
+    if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]) or not s.has("beta"):
+        return None
     if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
         return None
     if s.T < SHORTEST_ROW or s.has("segment_ids"):

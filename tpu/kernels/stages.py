@@ -2,8 +2,8 @@
 
 Shapes as in ``spec.stages``: leading dimensions (key heads, value heads a key head), then [C, ...] of one chunk. What
 is written here anew is what Mosaic does not lower from the specification's text (cumulative sums, transposes of
-columns, blocks of a few rows); ``delta`` and ``output`` are the specification's own. A kernel takes this module, or
-another with the same names, as its argument.
+columns, blocks of a few rows, decays of groups); ``wy``, ``delta`` and ``output`` are the specification's own. A kernel
+takes this module, or another with the same names, as its argument. Scores by channel are in ``channels``.
 
 Products are ``dot.KernelProduct``: they multiply by a transpose without forming it.
 """
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ...spec import stages as spec
+from . import channels as channels_of
 from .dot import KernelProduct
 
 __all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]
@@ -87,17 +88,34 @@ def pair_decay(G: Array, count: Array) -> Array:
 
 
 def scores(
-    mm: KernelProduct, q: Array, k: Array, b: Array, G: Array, count: Array, scale: float
-) -> tuple[Array, Array]:
-    """Decayed scores Akk (strictly lower, with b) and Aqk (lower, with scale), [.., C, C] each.
+    mm: KernelProduct, q: Array, k: Array, b: Array | None, G: Array, count: Array, scale: float
+) -> tuple[Array | None, Array]:
+    """Decayed scores Akk (strictly lower, with b; None without b) and Aqk (lower, with scale), [.., C, C] each.
 
     Args:
-        q, k: [.., C, K]; b, G, count: [.., C, 1].
+        q, k: [.., C, K]; b: [.., C, 1 or K] or None; G, count: [.., C, n].
     """
-    D = pair_decay(G, count)
     row, column = _square(k.shape[-2])
-    Akk = jnp.where(row > column, b * mm.right_transposed(k, k, "k", "k") * D, 0.0)
-    return Akk, scale * mm.right_transposed(q, k, "q", "k") * D
+    n, channels = G.shape[-1], k.shape[-1]
+    e = None if b is None else b * k
+    if n == 1:
+        D = pair_decay(G, count)
+        Aqk = mm.right_transposed(q, k, "q", "k") * D
+        if e is None:
+            return None, scale * Aqk
+        head = b is not None and b.shape[-1] == 1  # then k keeps what it is, exact in bfloat16
+        Akk = (b * mm.right_transposed(k, k, "k", "k") if head else mm.right_transposed(e, k, "k", "k")) * D
+    elif n < channels:
+        D = [pair_decay(G[..., i : i + 1], count[..., i : i + 1]) for i in range(n)]
+        Aqk = channels_of.by_group(mm, q, k, "q", D)
+        Akk = None if e is None else channels_of.by_group(mm, e, k, "k", D)
+    else:
+        rows = [q] if e is None else [q, e]
+        shape = (*G.shape[:-2], *k.shape[-2:])
+        pairs = channels_of.by_channel(mm, [jnp.broadcast_to(x, shape) for x in rows], ["q", "k"], k, G, count)
+        Aqk = jnp.where(row == column, jnp.sum(q * k, axis=-1, keepdims=True), pairs[0])
+        Akk = None if e is None else pairs[1]
+    return None if Akk is None else jnp.where(row > column, Akk, 0.0), scale * Aqk
 
 
 def inverse(mm: KernelProduct, Akk: Array) -> Array:
@@ -119,24 +137,57 @@ def inverse(mm: KernelProduct, Akk: Array) -> Array:
 
 
 def wy(
-    mm: KernelProduct, T: Array, k: Array, v: Array, b: Array, w: Array, G: Array, count: Array
-) -> tuple[Array, Array]:
+    mm: KernelProduct,
+    T: Array | None,
+    k: Array,
+    v: Array,
+    b: Array | None,
+    w: Array | None,
+    G: Array,
+    count: Array,
+) -> tuple[Array, Array | None]:
     """U [.., C, V] and W [.., C, K], which the kernel never forms: its own T applied to their right sides."""
-    return spec.wy(jnp, mm, T, k, v, b, w, G, count)
+    return spec.wy(jnp, mm, T, k, v, b, w, *_wide(k, G, count))
 
 
 def delta(
-    mm: KernelProduct, T: Array, k: Array, v: Array, b: Array, w: Array, G: Array, count: Array, S: Array
+    mm: KernelProduct,
+    T: Array | None,
+    k: Array,
+    v: Array,
+    b: Array | None,
+    w: Array | None,
+    G: Array,
+    count: Array,
+    S: Array,
 ) -> Array:
     """Vn = T (w * v - (b * k * exp G) S) [.., C, V], with S [.., K, V] the state at the chunk's start."""
-    return spec.delta_direct(jnp, mm, T, k, v, b, w, G, count, S)
+    return spec.delta_direct(jnp, mm, T, k, v, b, w, *_wide(k, G, count), S)
 
 
 def output(mm: KernelProduct, q: Array, Aqk: Array, Vn: Array, G: Array, count: Array, S: Array, scale: float) -> Array:
     """o = scale (q * exp G) S + Aqk Vn [.., C, V]."""
-    return spec.output(jnp, mm, q, Aqk, Vn, G, count, S, scale)
+    return spec.output(jnp, mm, q, Aqk, Vn, *_wide(q, G, count), S, scale)
 
 
 def state(mm: KernelProduct, k: Array, Vn: Array, G: Array, count: Array, S: Array) -> Array:
-    """The state after the chunk, [.., K, V]; Vn is scaled instead of k, which then enters as exact as it came."""
-    return spec.across(jnp, G, count) * S + mm.left_transposed(k, spec.to_end(jnp, G, count) * Vn, "k", "Vn")
+    """The state after the chunk, [.., K, V].
+
+    With one decay a head Vn is scaled instead of k, which then enters as exact as it came.
+    """
+    G, count = _wide(k, G, count)
+    kept, to_end = spec.across(jnp, G, count), spec.to_end(jnp, G, count)
+    if G.shape[-1] == 1:
+        return kept * S + mm.left_transposed(k, to_end * Vn, "k", "Vn")
+    return _down_rows(kept) * S + mm.left_transposed(to_end * k, Vn, "k", "Vn")
+
+
+def _wide(k: Array, G: Array, count: Array) -> tuple[Array, Array]:
+    """Decays of groups for every channel of k."""
+    return channels_of.wide(G, k.shape[-1]), channels_of.wide(count, k.shape[-1])
+
+
+def _down_rows(x: Array) -> Array:
+    """A row [.., 1, K] as a column [.., K, 1]; the inverse of ``_across_lanes``."""
+    row, column = _square(x.shape[-1])
+    return jnp.sum(jnp.where(row == column, x, 0.0), axis=-1, keepdims=True)
