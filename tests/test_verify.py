@@ -18,6 +18,7 @@ from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
 from portable_gdn.harness.cases import Case, build, designed, pairwise, recorded
 from portable_gdn.harness.judge import judge
+from portable_gdn.harness.truth import Truth
 from portable_gdn.harness.verify import Report, cases_for, in_quick_proof, verify
 from portable_gdn.harness.worker import Worker
 from portable_gdn.spec import stages
@@ -275,9 +276,7 @@ def test_declared_roundings_widen_the_budget_and_no_further(under_test, declared
 
 
 def test_an_error_of_four_budgets_in_one_head_is_seen():
-    from portable_gdn.harness.verify import _Truth
-
-    truth = _Truth(build(Case("GDN", T=65, HV=4)))
+    truth = Truth(build(Case("GDN", T=65, HV=4)))
     s, e = truth.problem.signature, truth.expectation(Rounding())
     o = e.exact["o"].copy()
     assert judge("o", o, e, s).ok

@@ -52,6 +52,8 @@ class Pallas:
     remark = "gradients by xla"
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
+    #: Stages that its kernel never forms: ``probe`` derives them with its own solver.
+    derived_stages = ("wy",)
     #: Where the operands are traced: the platform that the kernel is for, and the backend for every other one. The
     #: compiler chooses between them.
     elsewhere: tuple[str, str] | None = ("tpu", "xla")

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.evaluate import Evaluation, evaluate
+from ..spec.evaluate import FLOAT64, Evaluation, evaluate, matmul
 from ..spec.oracle import CoreRule, token_by_token
 from ..spec.precision import Rounding
+from ..spec.probe import probe
 from ..spec.problem import Problem, Result, Signature
 
 __all__ = ["BACKEND", "Numpy"]
+
+CHUNK = 64  # of the stages; the oracle itself goes token by token
 
 
 class Numpy:
@@ -42,6 +45,10 @@ class Numpy:
         e = evaluate(problem, cotangents, self.rule)
         grads = {name: a.astype(problem.operands[name].dtype) for name, a in e.gradients.items()}
         return self._result(problem.signature, e), grads
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The specification's stages of every chunk, in float64; see ``spec.probe``."""
+        return probe(FLOAT64, matmul, problem.signature, problem.operands, problem.signature.chunk_size or CHUNK)
 
     @staticmethod
     def _result(s: Signature, e: Evaluation) -> Result:

@@ -46,6 +46,15 @@ class Torch:
         """The result and the operands' cotangents, by autograd."""
         return torch_tensors.gradients(self.run, problem, cotangents)
 
+    #: Stages that the loop never forms: ``probe`` derives them with its own solver.
+    derived_stages = ("wy",)
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The loop's stages of every chunk; see ``spec.probe``."""
+        from .torch_chunks import probe
+
+        return probe(problem, problem.signature.chunk_size or CHUNK)
+
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as torch tensors; bfloat16 travels by its bits."""
         return torch_tensors.from_numpy(operands)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..spec import chunkwise
+from ..spec.probe import probe as spec_probe
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.sequences import place
 from ..spec.torch_tensors import boundaries_as_tensor, on_host
 
-__all__ = ["run"]
+__all__ = ["probe", "run"]
 
 
 def run(problem: Problem, size: int) -> Result:
@@ -41,6 +42,18 @@ def _run(problem: Problem, size: int) -> Result:
     else:
         o, state = _rule(s, p, S, bounds, size)
     return Result(finish(xp, s, x, o), swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
+
+
+def probe(problem: Problem, size: int) -> dict[str, tuple[Any, ...]]:
+    """The stages that ``run`` goes through, chunk by chunk."""
+    s, x = problem
+    with torch.no_grad(), torch.autocast(_like(x).device.type, enabled=False):
+
+        def chunk(*rows: Any) -> Any:
+            *rows, starts = rows
+            return chunkwise.stage_chunk(xp, _product, *rows, s.scale, starts, direct=True)
+
+        return spec_probe(xp, _product, s, x, size, chunk)
 
 
 def _like(x: Mapping[str, Any]) -> Tensor:

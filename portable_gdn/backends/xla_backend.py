@@ -49,6 +49,15 @@ class Xla:
         result, grads = compute_gradients(problem.signature, size, problem.operands, dict(cotangents))
         return Result(*result), grads
 
+    #: Stages that the scan never forms: ``probe`` derives them with its own solver.
+    derived_stages = ("wy",)
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The scan's stages of every chunk; see ``spec.probe``."""
+        from .xla_chunks import probe
+
+        return probe(problem.signature, chunk_size(problem.signature), problem.operands)
+
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as JAX arrays."""
         import jax.numpy as jnp

@@ -19,12 +19,13 @@ from jax import lax
 from ..spec import chunkwise
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.precision import DEFAULT
+from ..spec.probe import probe as spec_probe
 from ..spec.problem import Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
 from . import xla_isolation as isolation
 
-__all__ = ["compute", "compute_gradients"]
+__all__ = ["compute", "compute_gradients", "probe"]
 
 Array = Any
 
@@ -47,6 +48,18 @@ def compute_gradients(s: Signature, size: int, operands: dict[str, Array], cotan
     out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
     full = {name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()}
     return result, pull(full)[0]
+
+
+def probe(s: Signature, size: int, operands: dict[str, Array]) -> dict[str, tuple[Any, ...]]:
+    """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
+    product = _product(s.precision)
+
+    @jax.jit
+    def chunk(*rows: Any) -> Any:
+        *rows, starts = rows
+        return chunkwise.stage_chunk(jnp, product, *rows, s.scale, starts, direct=True)
+
+    return spec_probe(jnp, product, s, operands, size, chunk)
 
 
 def _run(s: Signature, size: int, operands: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import GdnError
-from . import capture, info, port, tpu_report, verify
+from . import bisect, capture, compare, info, port, record, tpu_report, verify
 
 __all__ = ["app", "main"]
 
@@ -21,6 +21,9 @@ app = typer.Typer(
 )
 app.command()(info.info)
 app.command()(verify.verify)
+app.command()(record.record)
+app.command()(compare.compare)
+app.command()(bisect.bisect)
 app.command()(capture.capture)
 app.command()(port.port)
 app.command()(port.inspect)
@@ -34,9 +37,10 @@ def main() -> None:
     except GdnError as error:
         print(f"portable-gdn: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("portable-gdn: interrupted; nothing was concluded.", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # which typer makes of a KeyboardInterrupt, without a word
+            print("portable-gdn: interrupted; nothing was concluded, and nothing was written.", file=sys.stderr)
+        raise
     except OSError as error:
         print(f"portable-gdn: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
         sys.exit(2)

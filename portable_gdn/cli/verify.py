@@ -10,6 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from ..harness.compute import one_thread
 from ..harness.verify import Report, Row, cases_for
 from ..harness.verify import verify as run
 from ..spec.errors import bad
@@ -38,7 +39,7 @@ def verify(
         cases = [c for c in cases if case in c.name]
         if not cases:
             raise bad("--case", repr(case), "be part of a case's name" + ("" if full else " (more cases: --full)"))
-    _one_thread()
+    one_thread()
     with progress_bar("verify") as update:
         report = run(backend or None, full or case is not None, cases, update)
     if output is not None:
@@ -49,16 +50,6 @@ def verify(
         _print(report, all_rows)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _one_thread() -> None:
-    """Cases are small: torch's threads would only wait for each other."""
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        torch.set_num_threads(1)
 
 
 def _share(row: Row) -> float:

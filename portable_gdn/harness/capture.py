@@ -11,10 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from portable_gdn.harness.recordings import FORMAT, VERSION, load
-from portable_gdn.spec.errors import GdnError
+from ..spec.errors import GdnError
+from .recordings import FORMAT, VERSION, load
+from .tensor_file import TensorWriter
 
 __all__ = ["MODELS", "TEXT", "capture"]
 
@@ -313,29 +311,11 @@ def _key_heads(x: np.ndarray, heads: int) -> tuple[np.ndarray, bool]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Path:
-    """Write a checked recording in one step.
-
-    The bytes are put together here, because the safetensors package does not fix the order of the metadata.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    data = b""
-    for name, array in sorted(arrays.items()):
-        part = np.ascontiguousarray(array, dtype="<f4").tobytes()
-        offsets = [len(data), len(data) + len(part)]
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": offsets}
-        data += part
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data must start at a multiple of 8 bytes
-
+    """Write a recording in one step, its bytes always in the same order, and read it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text + data)
-        load(temporary)
-        os.chmod(temporary, 0o644)  # mkstemp lets only its owner read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with TensorWriter(path) as file:
+        file.metadata = dict(sorted(metadata.items()))
+        for name, array in sorted(arrays.items()):
+            file.add(name, np.asarray(array, "<f4"))
+    load(path)
     return path

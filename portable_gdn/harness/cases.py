@@ -16,7 +16,7 @@ import numpy as np
 
 from ..spec.problem import GateKind, Options
 from . import recordings
-from .randoms import normal, uniform
+from .randoms import log, normal, uniform
 
 __all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "recorded"]
 
@@ -91,7 +91,7 @@ def _keys(c: Case, shape: tuple[int, ...]) -> np.ndarray:
 def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
     T = shape[1]
     u = uniform(c.seed, "g", shape)
-    g = 0.2 * np.log(u)  # mean -0.2, spread as an exponential
+    g = 0.2 * log(u)  # mean -0.2, spread as an exponential
     if c.gates == "zero":
         g = np.zeros(shape)
     elif c.gates == "half zero":
@@ -121,7 +121,7 @@ def build(c: Case) -> Inputs:
     x: dict[str, Any] = {}
     if c.conv is None:
         q = normal(c.seed, "q", (B, T, c.H, c.K))
-        x["q"] = _round(q if c.l2norm else _unit(q, c.dtype) * c.K**0.25, c.dtype)
+        x["q"] = _round(q if c.l2norm else _unit(q, c.dtype) * np.sqrt(np.sqrt(c.K)), c.dtype)
         k = _keys(c, (B, T, c.H, c.K))
         x["k"] = _round(3 * k if c.l2norm else k, c.dtype)
         x["v"] = _round(normal(c.seed, "v", (B, T, c.HV, c.V)), c.dtype)
@@ -134,7 +134,7 @@ def build(c: Case) -> Inputs:
             x["conv_state"] = normal(c.seed, "conv state", (N, c.conv - 1, channels)).astype(np.float32)
     n = {"DeltaNet": 0, "linear attention": 0, "GDN": 1, "GLA (scalar)": 1, "tile-grouped": 2}.get(c.variant, c.K)
     if c.gate is not None:
-        A = np.log(1 + 15 * uniform(c.seed, "A_log", (c.HV,)))
+        A = log(1 + 15 * uniform(c.seed, "A_log", (c.HV,)))
         x["A_log"] = (A if c.gate == "softplus" else A / 4).astype(np.float32)
         x["dt_bias"] = (normal(c.seed, "dt_bias", (c.HV, n)) - 3).astype(np.float32)
     lead = (B, T, c.HV)

@@ -24,7 +24,6 @@ This file reads the format with numpy alone, so that tests need neither torch no
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from portable_gdn.spec.errors import GdnError
+from ..spec.errors import GdnError
+from .tensor_file import TensorFile
 
 __all__ = ["FORMAT", "VERSION", "Recording", "bundled", "load"]
 
@@ -139,33 +139,10 @@ def _check_call(path: Path, arrays: Mapping[str, np.ndarray], variant: str, pref
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read a safetensors file of float32 tensors: 8 bytes of header length, a JSON header, the data."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise GdnError(f"{path}: the file cannot be read ({error.strerror}).") from error
-    start = 8 + int.from_bytes(raw[:8], "little")
-    if len(raw) < 8 or start > len(raw):
-        raise GdnError(f"{path}: the file is not safetensors, or it is cut short in its header.")
-    try:
-        header = json.loads(raw[8:start])
-        metadata = dict(header.pop("__metadata__", {}))
-        entries = []
-        for name, entry in header.items():
-            begin, end = map(int, entry["data_offsets"])
-            entries.append((name, entry["dtype"], tuple(map(int, entry["shape"])), begin, end))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise GdnError(f"{path}: the safetensors header is not valid.") from error
-    arrays = {}
-    for name, dtype, shape, begin, end in entries:
-        if dtype != "F32":
-            raise GdnError(f"{path}: tensor {name} has dtype {dtype}; it must be F32.")
-        inside = 0 <= begin <= end <= len(raw) - start and min(shape, default=0) >= 0
-        if not inside or end - begin != 4 * math.prod(shape):
-            raise GdnError(
-                f"{path}: tensor {name} of shape {shape} takes bytes {begin} to {end} of {len(raw) - start}; "
-                f"the file is cut short or its header is wrong."
-            )
-        data = np.frombuffer(raw[start + begin : start + end], dtype="<f4")
-        arrays[name] = data.reshape(shape).astype(np.float32)
-    return arrays, metadata
+    """The float32 tensors of a safetensors file, and its metadata."""
+    file = TensorFile(path)
+    arrays = {name: file.read(name) for name in file.shapes}
+    for name, array in arrays.items():
+        if array.dtype != np.float32:
+            raise GdnError(f"{path}: tensor {name} has dtype {array.dtype}; it must be float32.")
+    return arrays, file.metadata

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from .cases import Case
+from .cases import Case, build
+from .compute import one_thread, serve_run
+from .run_file import RunFile
 from .verify import verify
 
 __all__: list[str] = []
@@ -17,18 +21,25 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     order = json.loads(sys.stdin.read())
-    if importlib.util.find_spec("torch") is not None:
-        import torch
+    one_thread()  # cases are small, and another process is at work beside this one
+    for answer in _verified(order) if order["task"] == "verify" else _run(order):
+        print(json.dumps(answer), file=answers, flush=True)
 
-        torch.set_num_threads(1)  # cases are small, and another process is at work beside this one
+
+def _verified(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for recipe in order["cases"]:
         case = Case(**recipe)
         report = verify([order["backend"]], full=order["full"], cases=[case], in_process=True)
         found = report.as_dict()
-        answer = {
+        yield {
             "case": case.name, "rows": found["results"], "not_run": found["not_run"], "seconds": found["seconds"],
         }  # fmt: skip
-        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _run(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if order["recording"] is None:
+        return serve_run(order, build)
+    return serve_run(order, RunFile(Path(order["recording"])).inputs)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dispatch, door
+from .. import dispatch
 from ..spec.errors import GdnError
-from ..spec.evaluate import Evaluation, chunk_by_chunk, evaluate
 from ..spec.precision import Rounding
-from ..spec.problem import Backend, Problem
-from .cases import Case, Inputs, build, designed, pairwise, recorded
-from .judge import Expectation, expect, judge
+from ..spec.problem import Backend
+from .cases import Case, build, designed, pairwise, recorded
+from .compute import Settings, one
+from .judge import Expectation, judge
+from .truth import Truth
 from .worker import Worker
 
 __all__ = ["NotRun", "Report", "Row", "cases_for", "in_quick_proof", "verify"]
@@ -116,7 +116,7 @@ def verify(
     apart = [] if in_process else [backend for backend in chosen if getattr(backend, "own_process", False)]
     together = [backend for backend in chosen if backend not in apart]
     workers = [
-        Worker(backend.name, [case for case in cases if full or in_quick_proof(backend, case)], full)
+        Worker(backend.name, [case for case in cases if full or in_quick_proof(backend, case)], full=full)
         for backend in apart
     ]
     total = (len(cases) if together else 0) + sum(len(worker.cases) for worker in workers)
@@ -181,71 +181,32 @@ def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
         yield backend
 
 
-class _Truth:
-    """A case's exact results, and expectations by rounding, each computed once."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        # A copy of the dict: the door may put another form of an operand into it.
-        self.problem, _ = door.normalise(dict(inputs.operands), inputs.options, "numpy", check_values=True)
-        self.cotangents = inputs.cotangents
-        self.exact = evaluate(self.problem, inputs.cotangents)
-        self._expected: dict[Any, Expectation] = {}
-
-    def expectation(self, rounding: Rounding) -> Expectation:
-        key = rounding.key()
-        if key not in self._expected:
-            self._expected[key] = expect(self.problem, self.cotangents, rounding, self.exact)
-        return self._expected[key]
-
-    def by_stages(self) -> Evaluation:
-        """The same by the stages in float64, which judge the oracle in their turn."""
-        return evaluate(self.problem, self.cotangents, chunk_by_chunk())
-
-
 def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> None:
     inputs = build(case)
-    truth = _Truth(inputs)
+    truth = Truth(inputs)
     s = truth.problem.signature
     for backend in chosen:
         if not full and not in_quick_proof(backend, case):
             report.not_run.append(NotRun(backend.name, case.name, LEFT))
             continue
-        started = time.perf_counter()
-        try:
-            operands = backend.from_numpy(inputs.operands)
-            problem, _ = door.normalise(operands, inputs.options, backend.name, check_values=True)
-        except GdnError as error:
-            report.not_run.append(NotRun(backend.name, case.name, str(error)))
+        outcome = one(backend, case.name, inputs, Settings())
+        if outcome.status == "refused":
+            report.not_run.append(NotRun(backend.name, case.name, outcome.why))
             continue
-        try:
-            found = _compute(backend, problem, inputs)
-        except GdnError as error:  # refused for what the operands hold
-            report.not_run.append(NotRun(backend.name, case.name, str(error)))
+        if outcome.status == "failed":
+            row = Row(backend.name, case.name, "all", float("inf"), 0.0, 0.0, False, True, 0, outcome.why)
+            report.rows.append(row)
             continue
-        except Exception as error:  # a backend that fails is a finding, not the end of the report
-            sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            report.rows.append(Row(backend.name, case.name, "all", float("inf"), 0.0, 0.0, False, True, 0, sentence))
-            continue
-        report.seconds[backend.name] = report.seconds.get(backend.name, 0.0) + time.perf_counter() - started
-        expectation = truth.expectation(backend.rounding(problem.signature))
-        if backend.name == "numpy":  # not against itself
-            stages = truth.by_stages()
-            exact = {"o": stages.o, "state": stages.state, **{f"grad_{n}": a for n, a in stages.gradients.items()}}
-            expectation = expectation._replace(exact={**expectation.exact, **exact})
+        report.seconds[backend.name] = report.seconds.get(backend.name, 0.0) + outcome.seconds
+        # The oracle is not judged by itself.
+        expectation = truth.by_stages() if backend.name == "numpy" else truth.expectation(outcome.rounding)
         remark, known = getattr(backend, "remark", ""), getattr(backend, "known", None)
-        _compare(backend.name, case, found, expectation, s, report, remark, known(case.name) if known else None)
+        _compare(
+            backend.name, case, outcome.tensors, expectation, s, report, remark, known(case.name) if known else None
+        )
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
         _compare("transformers", case, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
-
-
-def _compute(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Results and gradients by name, as numpy arrays."""
-    cotangents = backend.from_numpy(inputs.cotangents)
-    result, gradients = door.run_with_gradients(problem, backend, cotangents)
-    found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
-    found |= {f"grad_{name}": a for name, a in gradients.items()}
-    return {name: backend.to_numpy(a) for name, a in found.items() if a is not None}
 
 
 def _compare(

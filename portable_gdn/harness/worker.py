@@ -25,7 +25,8 @@ __all__ = ["Worker"]
 class Worker:
     """A child process at work on one backend; iterate ``answers`` to collect, ``close`` to end it."""
 
-    def __init__(self, backend: str, cases: Sequence[Case], full: bool) -> None:
+    def __init__(self, backend: str, cases: Sequence[Case], task: str = "verify", **more: Any) -> None:
+        """``task`` and ``more``: what ``serve.py`` shall do with each case."""
         self.backend, self.cases = backend, list(cases)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -33,7 +34,8 @@ class Worker:
             [sys.executable, "-m", "portable_gdn.harness.serve"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
-        order = json.dumps({"backend": backend, "full": full, "cases": [asdict(case) for case in self.cases]})
+        recipes = [asdict(case) for case in self.cases]
+        order = json.dumps({"task": task, "backend": backend, "cases": recipes, **more})
         threading.Thread(target=self._talk, args=(order,), daemon=True).start()
 
     def _talk(self, order: str) -> None:
@@ -49,7 +51,7 @@ class Worker:
         self._lines.put(None)
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """One answer a case, {"case", "rows", "not_run", "seconds"}; then, if the child ended early, {"ended": why}."""
+        """One answer a case; then, if the child ended early, {"ended": why, "left": cases}."""
         left = [case.name for case in self.cases]
         while (line := self._lines.get()) is not None:
             answer = json.loads(line)

@@ -74,13 +74,17 @@ def stage_chunk(
     scale: float,
     starts: Array | None = None,
     stages: Any = st,
+    direct: bool = False,
 ) -> dict[str, tuple[Array | None, ...]]:
-    """One chunk by all seven stages, each result under its name; ``state`` holds (S before, S after)."""
+    """One chunk by all seven stages, each result under its name; ``state`` holds (S before, S after).
+
+    ``direct``: Vn straight from the state, as ``forward_chunk`` solves it; U and W are then what its solver would give.
+    """
     G, count = stages.decay(xp, g, starts)
     Akk, Aqk = stages.scores(xp, mm, q, k, b, G, count, scale)
     T = None if Akk is None else stages.inverse(xp, mm, Akk)
     U, W = stages.wy(xp, mm, T, k, v, b, w, G, count)
-    Vn = stages.delta(xp, mm, U, W, S)
+    Vn = st.delta_direct(xp, mm, T, k, v, b, w, G, count, S) if direct else stages.delta(xp, mm, U, W, S)
     o = stages.output(xp, mm, q, Aqk, Vn, G, count, S, scale)
     after = stages.state(xp, mm, k, Vn, G, count, S)
     return {

@@ -19,7 +19,10 @@ from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
 from .problem import Problem, Signature
 from .stages import Product, decay
 
-__all__ = ["DIFFERENTIABLE", "Evaluation", "chunk_by_chunk", "evaluate", "in_another_order", "matmul"]
+__all__ = [
+    "DIFFERENTIABLE", "FLOAT64", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
+    "in_another_order", "matmul",
+]  # fmt: skip
 
 #: Operands that have a gradient.
 DIFFERENTIABLE = (
@@ -317,7 +320,7 @@ def _l2norm_size(xp: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return r * (dy + y * (y * dy).sum(-1, keepdims=True))
 
 
-class _PowersOf2:
+class PowersOf2:
     """The array namespace with exp2 for exp."""
 
     exp = staticmethod(np.exp2)
@@ -326,7 +329,19 @@ class _PowersOf2:
         return getattr(xp, name)
 
 
-def _decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+class _Float64:
+    """The array namespace in which float32 means float64: what casts to float32 computes exactly in it."""
+
+    float32 = np.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(xp, name)
+
+
+FLOAT64: Any = _Float64()
+
+
+def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """``stages.decay``, its finished sums in base 2."""
     G, count = decay(xp, g, starts)
     return G * G.dtype.type(1 / np.log(2)), count
@@ -344,7 +359,7 @@ def chunk_by_chunk(
         stages: another module of the seven stages, to test what a fault in one of them does.
         base2: sums of decays as ``Rounding.base2`` has them; ``fused`` only.
     """
-    namespace, sums = (_PowersOf2(), _decay_base2) if base2 else (xp, decay)
+    namespace, sums = (PowersOf2(), decay_base2) if base2 else (xp, decay)
 
     def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
         def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:

@@ -156,6 +156,9 @@ class Backend(Protocol):
     more, which only the harness reads: ``own_process`` (True: its cases run in a child process); ``quick_cases`` (names
     of the cases that the quick proof runs on it); ``remark`` (shown beside its gradients); ``known`` (a function of a
     case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged);
+    ``probe`` (a function of a Problem: its stages, as ``spec.probe`` has them; in the dtype in which it stores them, if
+    that is not float32); ``derived_stages`` (names of those that it never forms);
+    ``emulating`` (a function: the backend that rounds operands of products as a TPU does, on any device);
     ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
     ``unavailable`` says). And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
     compiler takes the first for that platform and the second backend for every other; and with it ``alone``, the

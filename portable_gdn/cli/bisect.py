@@ -1,0 +1,68 @@
+"""``portable-gdn bisect``: the first stage, chunk, head and token at which two computations part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..harness.bisect import Bisected
+from ..harness.bisect import bisect as run
+from ..harness.compute import Settings, backend_for, one_thread
+from ..harness.run_file import RunFile
+from ..harness.suites import SUITES, suite
+from ..spec.errors import GdnError, bad
+from .output import console, print_json, progress_bar
+
+__all__ = ["bisect"]
+
+
+def bisect(
+    recording: Annotated[
+        Path | None, typer.Argument(help="A recording with stages, instead of a first backend.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", help="One beside a recording, else two.")
+    ] = None,
+    suite_name: Annotated[str, typer.Option("--suite", help=f"Without a recording: {', '.join(SUITES)}.")] = "quick",
+    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Tokens a chunk, on both sides; 64 without a recording.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
+    emulate: Annotated[
+        str | None, typer.Option(help="Round as a TPU does at this precision, on the last side.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Print where two backends, or a recording and a backend, part; exit code 1 if they do."""
+    names = list(backend or [])
+    if len(names) != (2 if recording is None else 1):
+        raise bad("--backend", f"given {len(names)} times", "be given twice, or once beside a recording")
+    settings = Settings(precision, chunk_size, None, True, emulate)
+    own = backend_for(names[-1], settings)
+    if not hasattr(own, "probe"):
+        raise GdnError(f"backend {names[-1]!r} has no stages to show; `portable-gdn compare` compares results.")
+    file = None if recording is None else RunFile(recording)
+    if file is not None and not file.settings.stages:
+        raise GdnError(f"{recording}: the recording holds no stages; record again with --stages.")
+    first = file if file is not None else backend_for(names[0], settings._replace(emulate=None))
+    cases = [c for c in (file.cases if file is not None else suite(suite_name)) if case is None or case in c.name]
+    if not cases:
+        raise bad("--case", repr(case), "be part of a case's name")
+    one_thread()
+    with progress_bar("bisect") as update:
+        found = run(first, own, cases, settings, update)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+    if not found.agree:
+        raise typer.Exit(1)
+
+
+def _print(found: Bisected) -> None:
+    for line in found.lines():
+        console.print(line, markup=False)
+    console.print(found.sentence(), style="green" if found.agree else "bold red", markup=False)

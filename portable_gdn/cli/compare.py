@@ -1,0 +1,122 @@
+"""``portable-gdn compare``: a recording against a backend of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..harness.compare import Comparison, TensorComparison
+from ..harness.compare import compare as run
+from ..harness.compute import Settings, backend_for, one_thread
+from ..harness.run_file import RunFile, check_target
+from ..spec.errors import bad
+from .output import console, print_json, progress_bar, write_whole
+
+__all__ = ["compare"]
+
+
+def compare(
+    recording: Annotated[Path, typer.Argument(help="What `portable-gdn record` wrote.")],
+    backend: Annotated[str, typer.Option("--backend", "-b", help="What it is compared with.")],
+    report: Annotated[Path | None, typer.Option(help="Write a page to look at to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write everything to this file, as JSON.")
+    ] = None,
+    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of this side: fast, default or highest.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Of this side, tokens.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of this side: cast q, k and v to it.")] = None,
+    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does at this precision: fast, ....")] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Run a recording's cases here and say whether both machines computed the same; exit code 1 if not."""
+    for path in (report, output):
+        if path is not None:
+            check_target(path)
+    settings = Settings(precision, chunk_size, dtype, False, emulate)
+    chosen, file = backend_for(backend, settings), RunFile(recording)
+    cases = [c for c in file.cases if case is None or case in c.name]
+    if case is not None and not cases:
+        raise bad("--case", repr(case), "be part of the name of a recorded case")
+    one_thread()
+    with progress_bar("compare") as update:
+        found = run(file, chosen, settings, cases, update)
+    if output is not None:
+        write_whole(output, json.dumps(found.as_dict(), indent=1))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print_comparison(found, all_rows)
+    if not found.equal:
+        raise typer.Exit(1)
+
+
+def _figure(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}"
+
+
+def print_comparison(found: Comparison, all_rows: bool) -> None:
+    """A table: of each tensor the case that uses most of its budget, or all; then what differs, and the verdict.
+
+    ``expected`` is the larger of what is expected of the two sides.
+    """
+    rows = [(case.case, t) for case in found.cases for t in case.tensors]
+    if not all_rows:
+        worst: dict[str, tuple[str, TensorComparison]] = {}
+        for name, t in rows:
+            if t.tensor not in worst or _share(t) > _share(worst[t.tensor][1]):
+                worst[t.tensor] = (name, t)
+        rows = [worst[name] for name in sorted(worst)]
+    narrow = console.width < 110
+    table = Table(
+        title=f"a: {found.a.label}   b: {found.b.label}   relative errors, against the float64 oracle and each other",
+        title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+    )  # fmt: skip
+    for name in ("tensor", "a", "b", "expected", "a - b", "budget", ""):
+        table.add_column(name, justify="left" if name in ("tensor", "") else "right", no_wrap=True)
+    if not narrow:
+        table.add_column("case", no_wrap=True, overflow="ellipsis")
+    for name, t in rows:
+        table.add_row(
+            t.tensor, _figure(t.a.error), _figure(t.b.error), _figure(max(t.a.expected, t.b.expected)),
+            _figure(t.difference), _figure(t.budget), _verdict(t), *([] if narrow else [name]),
+        )  # fmt: skip
+    console.print(table)
+    for case in found.cases:
+        if not case.ok:
+            parts = ", ".join(t.tensor for t in case.tensors if not (t.ok and t.a.ok and t.b.ok))
+            console.print(f"  DIFFERS: {case.case}: {parts}", markup=False)
+            if case.parting is not None:
+                console.print(f"    {case.parting.sentence(*case.apart)}", markup=False)
+            for remark in case.remarks:
+                console.print(f"    {remark}", markup=False)
+            for tensor, pair in case.statistics.items():
+                for side, x in zip((found.a, found.b), pair, strict=True):
+                    for finding in x.findings:
+                        console.print(f"    {tensor} of {side.label}: {finding}", markup=False)
+    for title, why in (("not compared", found.not_compared), ("FAILED", found.failed)):
+        for name, reason in why.items():
+            console.print(f"  {title}: {name}: {reason}", markup=False)
+    ill = sorted({case.case for case in found.cases for t in case.tensors if not t.judged})
+    if ill:
+        console.print(f"  not judged, ill-conditioned or known: {', '.join(ill)}", markup=False)
+    console.print(found.sentence(), style="green" if found.equal else "bold red", markup=False)
+
+
+def _verdict(t: TensorComparison) -> str:
+    if not (t.ok and t.a.ok and t.b.ok):
+        at = "a" if not t.a.ok else "b" if not t.b.ok else "a - b"
+        return f"[bold red]DIFFERS[/] ({at})"
+    return "[green]equal[/]" if t.judged else "[yellow]not judged[/]"
+
+
+def _share(t: TensorComparison) -> float:
+    if not (t.ok and t.a.ok and t.b.ok):
+        return float("inf")
+    return t.difference / t.budget if t.budget else 0.0

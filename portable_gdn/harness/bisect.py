@@ -1,0 +1,124 @@
+"""Two backends, or a recording and a backend, stage by stage on the same cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..spec.problem import Backend
+from .cases import Case, Inputs, build
+from .compare import CaseComparison, SideFacts, compare_case, finite
+from .compute import Outcome, Settings, each, with_settings
+from .run_file import RunFile
+
+__all__ = ["Bisected", "bisect"]
+
+CHUNK = 64
+
+
+@dataclass
+class Bisected:
+    """What the stages say of each case: where it parts, or that it does not; and what could not be compared."""
+
+    a: str
+    b: str
+    cases: list[CaseComparison] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def agree(self) -> bool:
+        """Whether stages of some case were compared, and all agree, and all results too."""
+        return any(case.errors for case in self.cases) and all(case.parting is None and case.ok for case in self.cases)
+
+    def lines(self) -> Iterator[str]:
+        """A line a case that parts, one for each remark, and what was left out."""
+        for case in self.cases:
+            if case.parting is not None:
+                yield f"{case.case}: {case.parting.sentence(*case.apart)}"
+            elif not case.ok:
+                wrong = ", ".join(t.tensor for t in case.tensors if not (t.ok and t.a.ok and t.b.ok))
+                yield f"{case.case}: no stage parts, and yet {wrong} do: what differs lies behind or before the stages"
+            for remark in case.remarks:
+                yield f"{case.case}: {remark}"
+        for name, why in self.skipped.items():
+            yield f"not compared: {name}: {why}"
+
+    def sentence(self) -> str:
+        """The verdict."""
+        probed = sum(bool(case.errors) for case in self.cases)
+        if not probed:
+            return f"No stages of {self.a} and {self.b} could be compared: that is a failure, not a pass."
+        if self.agree:
+            return f"{self.a} and {self.b} agree at every stage of {probed} cases."
+        apart = [case for case in self.cases if case.parting is not None or not case.ok]
+        stages = sorted({case.parting.stage for case in apart if case.parting is not None})
+        where = " or ".join(stages) or "no stage"
+        return f"{self.a} and {self.b} part in {len(apart)} of {len(self.cases)} cases, first at {where}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "agree": self.agree,
+            "sentence": self.sentence(),
+            "cases": [
+                {
+                    "case": case.case,
+                    "ok": case.ok,
+                    "parting": None
+                    if case.parting is None
+                    else {**finite(case.parting._asdict()), "sentence": case.parting.sentence(*case.apart)},
+                    "errors": finite(case.errors),
+                    "remarks": case.remarks,
+                }
+                for case in self.cases
+            ],
+            "skipped": self.skipped,
+        }
+
+
+def bisect(
+    first: Backend | RunFile,
+    second: Backend,
+    cases: Sequence[Case],
+    settings: Settings,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Bisected:
+    """Compare stages case by case.
+
+    Args:
+        settings: of both sides; of a recording only the chunk size is taken over, where none is given.
+
+    Raises:
+        GdnError: a recording is damaged.
+    """
+    settings = settings._replace(stages=True)
+    if isinstance(first, RunFile):
+        first.check(progress)
+        inputs: Callable[[Case], Inputs] = first.inputs
+        a = SideFacts(f"{first.backend} (recorded)", first.backend, "", {}, {}, tuple(first.derived))
+        theirs: Iterator[Outcome] = map(first.outcome, cases)
+        size = settings.chunk_size or max((first.outcome(c).rounding.chunk_size for c in cases), default=CHUNK)
+        settings = settings._replace(chunk_size=size)
+    else:
+        settings = settings._replace(chunk_size=settings.chunk_size or CHUNK)
+        inputs = build
+        a = SideFacts(first.name, first.name, "", {}, {}, tuple(getattr(first, "derived_stages", ())))
+        theirs = (outcome for outcome, _ in each(first, cases, settings._replace(emulate=None)))
+    b = SideFacts(second.name, second.name, "", {}, {}, tuple(getattr(second, "derived_stages", ())))
+    if a.label == b.label:
+        b = b._replace(label=f"{b.label} (second)")
+    found = Bisected(a.label, b.label)
+    path = first.path if isinstance(first, RunFile) else None
+    mine = each(second, cases, settings, inputs, path)
+    for i, (case, x, (y, _)) in enumerate(zip(cases, theirs, mine, strict=True)):
+        if progress is not None:
+            progress(case.name, i, len(cases))
+        for side, outcome in ((a, x), (b, y)):
+            if outcome.status != "done":
+                found.skipped[case.name] = f"{side.label}: {outcome.why}"
+                break
+        else:
+            given = first.recorded_inputs(case) if isinstance(first, RunFile) else with_settings(build(case), settings)
+            found.cases.append(compare_case(case, x, y, given, with_settings(inputs(case), settings), a, b))
+    return found

@@ -1,0 +1,409 @@
+"""A recorded run against a backend of this machine, or any two runs: equal or not, case by case, and where they part.
+
+Each side is first held against the oracle, in the budget that its declared roundings allow; then the difference between
+the sides against 3 (u_a + E_a + u_b + E_b) plus both floors, per tensor and head. Where the sides had inputs of
+different dtypes, what that moves in the exact results is allowed as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import dispatch
+from ..spec.errors import GdnError
+from ..spec.precision import Rounding
+from ..spec.problem import Backend, Signature
+from .cases import Case, Inputs
+from .compute import Outcome, Settings, each, with_settings
+from .judge import ILL_CONDITIONED, Expectation, Verdict, by_head, judge
+from .run_file import RunFile
+from .stages import Parting, StageTruth, at_common_boundaries, chunk_of, first_parting, stage_errors
+from .stages import Side as StageSide
+from .statistics import Statistics, statistics
+from .truth import Truth
+
+__all__ = ["CaseComparison", "Comparison", "SideFacts", "TensorComparison", "compare", "compare_case", "finite"]
+
+
+class SideFacts(NamedTuple):
+    """One side: what it is called, the backend, when and where it ran, with which settings."""
+
+    label: str
+    backend: str
+    created: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    derived: tuple[str, ...]
+
+
+class TensorComparison(NamedTuple):
+    """One tensor of one case. Verdicts of both sides against the oracle, and the difference between the sides.
+
+    Figures are relative to the exact norm of the head that uses most of its budget. judged is False where the case is
+    too ill-conditioned to judge; ok is then True. place: index of the element in which the sides differ most, and
+    values: both sides' there, and the exact one.
+    """
+
+    tensor: str
+    a: Verdict
+    b: Verdict
+    difference: float
+    expected: float
+    budget: float
+    ok: bool
+    judged: bool
+    head: int
+    place: tuple[int, ...]
+    values: tuple[float, float, float]
+    note: str
+
+
+class CaseComparison(NamedTuple):
+    """One case: its tensors, statistics of both sides by tensor, and what the stages say.
+
+    errors: by stage, (error, budget) of each side that was probed, relative. parting: where the sides part, or if they
+    agree where one of them leaves the truth. remarks: what could not be compared, and why.
+    """
+
+    case: str
+    variant: str
+    tensors: list[TensorComparison]
+    statistics: dict[str, tuple[Statistics, Statistics]]
+    errors: dict[str, dict[str, tuple[float, float]]]
+    parting: Parting | None
+    apart: tuple[str, str]
+    remarks: list[str]
+    budgets: tuple[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no tensor fails."""
+        return all(t.ok and t.a.ok and t.b.ok for t in self.tensors)
+
+
+@dataclass
+class Comparison:
+    """All cases, what was not compared, and the verdict."""
+
+    a: SideFacts
+    b: SideFacts
+    cases: list[CaseComparison] = field(default_factory=list)
+    not_compared: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> int:
+        """Tensors that were judged."""
+        return sum(t.judged for case in self.cases for t in case.tensors)
+
+    @property
+    def equal(self) -> bool:
+        """Whether something was judged, nothing broke, and all of it holds."""
+        return self.judged > 0 and not self.failed and all(case.ok for case in self.cases)
+
+    def sentence(self) -> str:
+        """The verdict."""
+        where = f"{self.a.label} and {self.b.label}"
+        if not self.cases and not self.failed:
+            return f"Nothing could be compared of {where}: that is a failure, not a pass."
+        if not self.judged and not self.failed:
+            return f"Nothing could be judged of {where}: every case is too ill-conditioned. That is no pass."
+        left = len(self.not_compared)
+        rest = "" if not left else f" {_count(left)} {'was' if left == 1 else 'were'} not compared."
+        if self.equal:
+            return f"Equal: {where} agree in {self.judged} results of {_count(len(self.cases))}.{rest}"
+        bad = [case for case in self.cases if not case.ok]
+        parts = [f"{len(bad)} of {_count(len(self.cases))} differ"] if bad else []
+        parts += [f"{len(self.failed)} failed to run"] if self.failed else []
+        at = next((case for case in bad if case.parting is not None), None)
+        stage = "" if at is None or at.parting is None else f" They part {at.parting.sentence(*at.apart)} ({at.case})."
+        return f"Not equal: {where}: {' and '.join(parts)}.{stage}{rest}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "equal": self.equal,
+            "sentence": self.sentence(),
+            "sides": [self.a._asdict(), self.b._asdict()],
+            "cases": [_case_as_dict(case) for case in self.cases],
+            "not_compared": self.not_compared,
+            "failed": self.failed,
+        }
+
+
+def _count(cases: int) -> str:
+    return f"{cases} case" if cases == 1 else f"{cases} cases"
+
+
+def finite(x: Any) -> Any:
+    """JSON has no infinities."""
+    if isinstance(x, float) and not np.isfinite(x):
+        return str(x)
+    if isinstance(x, dict):
+        return {key: finite(value) for key, value in x.items()}
+    return [finite(value) for value in x] if isinstance(x, (list, tuple)) else x
+
+
+def _case_as_dict(case: CaseComparison) -> dict[str, Any]:
+    table = case._asdict() | {
+        "ok": case.ok,
+        "tensors": [t._asdict() | {"a": t.a._asdict(), "b": t.b._asdict()} for t in case.tensors],
+        "statistics": {n: [x.as_dict() for x in pair] for n, pair in case.statistics.items()},
+        "parting": None
+        if case.parting is None
+        else case.parting._asdict() | {"sentence": case.parting.sentence(*case.apart)},
+    }
+    return finite(table)
+
+
+def compare(
+    recording: RunFile,
+    backend: Backend,
+    settings: Settings,
+    cases: Sequence[Case] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Comparison:
+    """A recording against a backend here, case by case.
+
+    Args:
+        settings: of the backend; ``stages`` is taken from the recording.
+        cases: some of the recording's, instead of all.
+
+    Raises:
+        GdnError: the recording is damaged, or the backend computes none of what it holds.
+    """
+    chosen = list(recording.cases) if cases is None else list(cases)
+    settings = settings._replace(stages=_has_stages(recording))
+    if settings.stages and settings.chunk_size is None:
+        settings = settings._replace(chunk_size=_recorded_chunk(recording, chosen))
+    recording.check(progress)
+    result: Comparison | None = None
+    by_name = {case.name: case for case in chosen}
+    mine = each(backend, chosen, settings, recording.inputs, recording.path)
+    for i, (outcome, facts) in enumerate(mine):
+        case = by_name[outcome.case]
+        if progress is not None:
+            progress(case.name, i, len(chosen))
+        if result is None:
+            result = Comparison(_recorded_side(recording), _own_side(backend, settings, facts))
+        theirs = recording.outcome(case)
+        _add(
+            result,
+            case,
+            theirs,
+            outcome,
+            recording.recorded_inputs(case),
+            with_settings(recording.inputs(case), settings),
+        )
+    if result is None:
+        raise GdnError(f"{recording.path}: the recording holds no cases.")
+    refused = [why for why in result.not_compared.values() if why.startswith(f"{result.b.label}: ")]
+    if not result.cases and not result.failed and len(refused) == len(chosen):
+        raise GdnError(
+            f"{recording.path}: {backend.name!r} computes none of the {len(chosen)} cases of the recording: "
+            f"{refused[0].removeprefix(f'{result.b.label}: ').rstrip('.')}."
+        )
+    return result
+
+
+def _has_stages(recording: RunFile) -> bool:
+    return bool(recording.settings.stages)
+
+
+def _recorded_chunk(recording: RunFile, cases: Sequence[Case]) -> int | None:
+    """The chunk size of the recorded stages: what the other side is probed at, so that all stages compare."""
+    sizes = [recording.outcome(case).rounding.chunk_size for case in cases if recording.outcome(case).stages]
+    return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def _recorded_side(recording: RunFile) -> SideFacts:
+    return SideFacts(
+        f"{recording.backend} (recorded)", recording.backend, recording.created, recording.settings._asdict(),
+        recording.environment, tuple(recording.derived),
+    )  # fmt: skip
+
+
+def _own_side(backend: Backend, settings: Settings, facts: dict[str, Any]) -> SideFacts:
+    derived = tuple(getattr(backend, "derived_stages", ()))
+    return SideFacts(f"{backend.name} (here)", backend.name, "now", settings._asdict(), facts, derived)
+
+
+def _add(result: Comparison, case: Case, a: Outcome, b: Outcome, inputs_a: Inputs, inputs_b: Inputs) -> None:
+    """Put one case into the result."""
+    for side, outcome in ((result.a, a), (result.b, b)):
+        if outcome.status == "refused":
+            result.not_compared[case.name] = f"{side.label}: {outcome.why}"
+            return
+        if outcome.status == "failed":
+            result.failed[case.name] = f"{side.label}: {outcome.why}"
+            return
+    result.cases.append(compare_case(case, a, b, inputs_a, inputs_b, result.a, result.b))
+
+
+def compare_case(
+    case: Case, a: Outcome, b: Outcome, inputs_a: Inputs, inputs_b: Inputs, side_a: SideFacts, side_b: SideFacts
+) -> CaseComparison:
+    """Two outcomes of one case."""
+    same = all(
+        np.array_equal(np.asarray(x, np.float64), np.asarray(inputs_b.operands[n], np.float64), equal_nan=True)
+        for n, x in inputs_a.operands.items()
+    ) and all(np.array_equal(x, inputs_b.cotangents[n]) for n, x in inputs_a.cotangents.items())
+    truth_a = Truth(inputs_a)
+    truth_b = truth_a if same and _dtype(inputs_a) == _dtype(inputs_b) else Truth(inputs_b)
+    s = truth_a.problem.signature
+    expected = truth_a.expectation(a.rounding), truth_b.expectation(b.rounding)
+    known = _known(side_a, case), _known(side_b, case)
+    rows, found = [], {}
+    starts = inputs_a.operands.get("cu_seqlens")
+    for tensor in expected[0].exact:
+        rows.append(_row(tensor, a, b, expected, s, known))
+        if tensor in a.tensors and tensor in b.tensors:
+            pair = [
+                statistics(tensor, outcome.tensors[tensor], e.exact[tensor], s, outcome.rounding.chunk_size, starts)
+                for outcome, e in zip((a, b), expected, strict=True)
+            ]
+            if pair[0] is not None and pair[1] is not None:
+                found[tensor] = (pair[0], pair[1])
+    errors, parting, apart, remarks = _stages(
+        a, b, inputs_a, side_a, side_b, s, all(r.ok and r.a.ok and r.b.ok for r in rows)
+    )
+    budgets = (_provenance(a.rounding), _provenance(b.rounding))
+    return CaseComparison(case.name, s.variant.name, rows, found, errors, parting, apart, remarks, budgets)
+
+
+def _dtype(inputs: Inputs) -> Any:
+    return next(inputs.operands[name].dtype for name in ("q", "qkv") if name in inputs.operands)
+
+
+def _provenance(rounding: Rounding) -> str:
+    """Where a budget comes from."""
+    base = ", sums of decays in base 2" if rounding.base2 else ""
+    return f"computed: declared roundings {rounding.describe()}, chunks of {rounding.chunk_size}{base}"
+
+
+def _known(side: SideFacts, case: Case) -> str | None:
+    """What a library that the side calls is known to get wrong in this case, measured."""
+    try:
+        known = getattr(dispatch.get(side.backend), "known", None)
+    except GdnError:
+        return None
+    return known(case.name) if known else None
+
+
+def _row(
+    tensor: str,
+    a: Outcome,
+    b: Outcome,
+    expected: tuple[Expectation, Expectation],
+    s: Signature,
+    known: tuple[str | None, str | None],
+) -> TensorComparison:
+    verdicts: list[Verdict] = []
+    for outcome, e, said in zip((a, b), expected, known, strict=True):
+        if tensor not in outcome.tensors:
+            verdicts.append(Verdict(tensor, float("inf"), 0.0, 0.0, False, True, 0))
+            continue
+        verdict = judge(tensor, outcome.tensors[tensor], e, s)
+        if not verdict.ok and said is not None and np.isfinite(verdict.error):
+            verdict = verdict._replace(ok=True, judged=False)
+        verdicts.append(verdict)
+    first, second = verdicts
+    note = "; ".join(said for said, v in zip(known, verdicts, strict=True) if said and not v.judged)
+    x, y = (outcome.tensors.get(tensor) for outcome in (a, b))
+    if x is None or y is None or x.shape != y.shape:
+        missing = f"missing on one side; {note}".rstrip("; ")
+        return TensorComparison(
+            tensor, first, second, float("inf"), 0.0, 0.0, False, True, 0, (), (np.nan, np.nan, np.nan), missing
+        )
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    exact, other = (e.exact[tensor] for e in expected)
+    error = by_head(tensor, x - y, s)
+    allowed = sum(e.u[tensor] + e.E[tensor] for e in expected)
+    budget = 3 * allowed + sum(e.floor[tensor] for e in expected) + by_head(tensor, exact - other, s)
+    norm = by_head(tensor, exact, s)
+    judged = all(v.judged for v in verdicts)
+    if not error.size:
+        return TensorComparison(
+            tensor, first, second, 0.0, 0.0, 0.0, True, judged, 0, (), (np.nan, np.nan, np.nan), note
+        )
+    within = error <= budget
+    with np.errstate(invalid="ignore", divide="ignore"):
+        used = np.where(error == 0, 0.0, np.where(within | (error > budget), error / budget, np.inf))
+    head = int(np.argmax(used))
+    unit = norm[head] if norm[head] > 0 else 1.0
+    off = np.abs(x - y)
+    place = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
+    return TensorComparison(
+        tensor, first, second, float(error[head] / unit), float(np.atleast_1d(allowed)[head] / unit),
+        float(budget[head] / unit), bool(np.all(within)) or not judged, judged, head, tuple(map(int, place)),
+        (float(x[place]), float(y[place]), float(exact[place])), note,
+    )  # fmt: skip
+
+
+def _stages(
+    a: Outcome, b: Outcome, inputs: Inputs, side_a: SideFacts, side_b: SideFacts, s: Signature, ok: bool
+) -> tuple[dict[str, dict[str, tuple[float, float]]], Parting | None, tuple[str, str], list[str]]:
+    """Errors by stage, where the sides part (or one of them leaves the truth), the names of the two, and remarks."""
+    sides = [
+        StageSide(facts.label, outcome.stages, outcome.rounding, facts.derived)
+        for facts, outcome in ((side_a, a), (side_b, b))
+    ]
+    have = [side for side in sides if side.stages]
+    names, remarks = (side_a.label, side_b.label), []
+    remarks += [_unlike(side, outcome, s) for side, outcome in zip(sides, (a, b), strict=True) if side.stages]
+    remarks = [remark for remark in remarks if remark]
+    if not have:
+        if not ok:
+            remarks.append("no stages were probed, so that the first one to part cannot be named; record with --stages")
+        return {}, None, names, remarks
+    errors: dict[str, dict[str, tuple[float, float]]] = {}
+    truths: dict[int, StageTruth] = {}
+
+    def truth(chunk: int) -> StageTruth:
+        if chunk not in truths:
+            truths[chunk] = StageTruth(inputs, chunk)
+        return truths[chunk]
+
+    for side in have:
+        errors[side.name] = stage_errors(truth(chunk_of(side.stages)), side)
+    if len(have) == 2:
+        x, y, chunk, left_out = at_common_boundaries(have[0], have[1], s.T)
+        remarks += [left_out] if left_out else []
+        parting = first_parting(truth(chunk), x, y)
+        if parting is not None:
+            return errors, parting, names, remarks
+    else:
+        other = next(side for side in sides if not side.stages)
+        remarks.append(f"{other.name} has no stages of this case; {have[0].name} is held against the exact ones")
+    for side in have:
+        parting = first_parting(truth(chunk_of(side.stages)), side)
+        if parting is not None:
+            return errors, parting, (side.name, "the specification"), remarks
+    return errors, None, names, remarks
+
+
+def _unlike(side: StageSide, outcome: Outcome, s: Signature) -> str:
+    """A remark if the probe's outputs are not those that the backend returns: then the stages do not tell its story."""
+    (o,) = side.stages["output"]
+    found = outcome.tensors.get("o")
+    if o is None or found is None:
+        return ""
+    o = np.moveaxis(np.asarray(o, np.float64), 2, 3)
+    o = o.reshape(s.B, -1, s.HV, s.V)[:, : s.T]
+    found = np.asarray(found, np.float64).reshape(o.shape)
+    if s.has("mask"):  # outputs of masked tokens are 0 by definition
+        o = np.where(found == 0, 0.0, o)
+    eps = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[s.dtype]
+    scale = float(np.sqrt((o**2).mean())) or 1.0
+    worst = float(np.sqrt(((found - o) ** 2).mean())) / scale
+    limit = max(2 * eps, 1e-4 if side.rounding.exact else 10 * ILL_CONDITIONED * eps)
+    if worst <= limit:
+        return ""
+    return (
+        f"the outputs of {side.name} are not those of its own stages (they differ by {worst:.1e}): what parts lies "
+        "outside the stages, in what is done before or around them"
+    )

@@ -1,0 +1,256 @@
+"""Cases on one backend, one after the other: in this process, or in one of the backend's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .. import dispatch, door
+from ..spec.errors import GdnError, bad
+from ..spec.precision import PRECISIONS, Rounding
+from ..spec.problem import Backend, Problem
+from ..spec.rules import INPUT_DTYPES
+from ..spec.stages import STAGES
+from .cases import Case, Inputs, build
+from .environment import environment
+from .tensor_file import TensorFile, TensorWriter
+from .worker import Worker
+
+__all__ = [
+    "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "one", "one_thread",
+    "packed_tensors", "serve_run", "unpacked", "with_settings",
+]  # fmt: skip
+
+#: Parts of each stage: numpy arrays, or None where the variant has no such part.
+Stages = dict[str, tuple[Any, ...]]
+PARTS = {stage: 2 if stage in ("decay", "scores", "wy", "state") else 1 for stage in STAGES}
+
+
+class Settings(NamedTuple):
+    """How cases are computed, beside what they say themselves.
+
+    precision, chunk_size: as in a call. dtype: q, k, v (and the cotangent of o) are cast to it. stages: whether stages
+    are probed too, where the backend can. emulate: a precision, whose roundings of operands on a TPU are done here.
+    """
+
+    precision: str | None = None
+    chunk_size: int | None = None
+    dtype: str | None = None
+    stages: bool = False
+    emulate: str | None = None
+
+    def check(self) -> None:
+        """Refuse what no backend knows.
+
+        Raises:
+            GdnError: in a sentence.
+        """
+        for name, value, allowed in (
+            ("precision", self.precision, PRECISIONS),
+            ("emulate", self.emulate, PRECISIONS),
+            ("dtype", self.dtype, INPUT_DTYPES),
+        ):
+            if value is not None and value not in allowed:
+                raise bad(name, repr(value), f"be one of {', '.join(allowed)}")
+        if self.emulate is not None and self.precision not in (None, self.emulate):
+            raise GdnError(f"precision is {self.precision!r} and emulate {self.emulate!r}; give one of them.")
+
+
+class Outcome(NamedTuple):
+    """What became of one case on one backend.
+
+    status: "done"; "refused" (the backend does not compute such calls) or "failed" (it broke), with why.
+    tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
+    """
+
+    case: str
+    status: str
+    why: str
+    tensors: dict[str, np.ndarray]
+    stages: Stages
+    rounding: Rounding
+    seconds: float
+
+
+def backend_for(name: str, settings: Settings) -> Backend:
+    """The backend that computes with these settings.
+
+    Raises:
+        GdnError: there is none of that name, it cannot run here, or it cannot emulate a TPU.
+    """
+    settings.check()
+    backend = dispatch.get(name)
+    why = getattr(backend, "not_here", backend.unavailable)()
+    if why is not None:
+        raise GdnError(f"backend {name!r} cannot run here: {why}")
+    if settings.emulate is not None:
+        if not hasattr(backend, "emulating"):
+            able = [b.name for b in dispatch.backends() if hasattr(b, "emulating")]
+            raise bad("--emulate", f"given for {name!r}", f"go with a backend that can: {', '.join(able)}")
+        backend = backend.emulating()
+    return backend
+
+
+def with_settings(inputs: Inputs, settings: Settings) -> Inputs:
+    """A case's inputs as the settings want them."""
+    options = inputs.options._replace(
+        precision=settings.emulate or settings.precision or inputs.options.precision,
+        chunk_size=settings.chunk_size or inputs.options.chunk_size,
+    )
+    operands, cotangents = inputs.operands, inputs.cotangents
+    if settings.dtype is not None:
+        to = ml_dtypes.bfloat16 if settings.dtype == "bfloat16" else np.dtype(settings.dtype)
+        cast = lambda x, names: {n: a.astype(to) if n in names else a for n, a in x.items()}  # noqa: E731
+        operands, cotangents = cast(operands, ("q", "k", "v", "qkv")), cast(cotangents, ("o",))
+    return inputs._replace(operands=operands, options=options, cotangents=cotangents)
+
+
+def computed(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Results and gradients by name, as numpy arrays."""
+    cotangents = backend.from_numpy(inputs.cotangents)
+    result, gradients = door.run_with_gradients(problem, backend, cotangents)
+    found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
+    found |= {f"grad_{name}": a for name, a in gradients.items()}
+    return {name: backend.to_numpy(a) for name, a in found.items() if a is not None}
+
+
+def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outcome:
+    """One case, in this process; whatever the backend does becomes an outcome."""
+    refused = Outcome(name, "refused", "", {}, {}, Rounding(), 0.0)
+    started = time.perf_counter()
+    try:
+        operands = backend.from_numpy(inputs.operands)
+        problem, _ = door.normalise(operands, inputs.options, backend.name, check_values=True)
+        found = computed(backend, problem, inputs)
+    except GdnError as error:
+        return refused._replace(why=str(error))
+    except Exception as error:  # a backend that fails is a finding, not the end of a report
+        sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return refused._replace(status="failed", why=sentence)
+    seconds = time.perf_counter() - started
+    return Outcome(
+        name, "done", "", found, _probed(backend, problem, settings), backend.rounding(problem.signature), seconds
+    )
+
+
+def _probed(backend: Backend, problem: Problem, settings: Settings) -> Stages:
+    """The backend's stages of a call, or none: where they are not wanted, or it has none for such a call."""
+    s = problem.signature
+    if not settings.stages or not hasattr(backend, "probe") or s.step or s.packed or s.B * s.T == 0:
+        return {}
+    return {
+        stage: tuple(None if a is None else np.asarray(backend.to_numpy(a)) for a in parts)
+        for stage, parts in backend.probe(problem).items()
+    }
+
+
+def packed_tensors(outcome: Outcome) -> dict[str, np.ndarray]:
+    """Results and stages of an outcome as one table, for a file; ``unpacked`` reads it back."""
+    stages = {
+        f"stage/{stage}/{i}": a for stage, parts in outcome.stages.items() for i, a in enumerate(parts) if a is not None
+    }
+    return {**outcome.tensors, **stages}
+
+
+def unpacked(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Stages]:
+    """Results, and stages, of a table that ``packed_tensors`` made."""
+    found = {name: a for name, a in tensors.items() if not name.startswith("stage/")}
+    stages: Stages = {
+        stage: tuple(tensors.get(f"stage/{stage}/{i}") for i in range(PARTS[stage]))
+        for stage in STAGES
+        if any(name.startswith(f"stage/{stage}/") for name in tensors)
+    }
+    return found, stages
+
+
+def each(
+    backend: Backend,
+    cases: Sequence[Case],
+    settings: Settings,
+    inputs: Callable[[Case], Inputs] = build,
+    recording: Path | None = None,
+    in_process: bool = False,
+) -> Iterator[tuple[Outcome, dict[str, Any]]]:
+    """Every case on one backend, with the environment it ran in; in a process of the backend's own where it wants one.
+
+    Args:
+        inputs: a case's inputs. recording: the file they come from, for another process.
+    """
+    if in_process or not getattr(backend, "own_process", False):
+        facts: dict[str, Any] = {}
+        for case in cases:
+            outcome = one(backend, case.name, with_settings(inputs(case), settings), settings)
+            facts = facts or environment(backend)  # after a first call, which may set switches
+            yield outcome, facts
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        more = {
+            "settings": settings._asdict(),
+            "folder": folder,
+            "recording": None if recording is None else str(recording),
+        }
+        worker = Worker(backend.name, cases, task="run", **more)
+        facts = environment(backend)
+        try:
+            for answer in worker.answers():
+                facts = answer.get("environment", facts)
+                for outcome in _received(answer):
+                    yield outcome, facts
+        finally:
+            worker.close()
+
+
+def _received(answer: Mapping[str, Any]) -> Iterator[Outcome]:
+    """What a worker's answer says of one case, or, if its process ended, of all those it left."""
+    if "ended" in answer:
+        for name in answer["left"]:
+            yield Outcome(name, "failed", answer["ended"], {}, {}, Rounding(), 0.0)
+        return
+    file = TensorFile(answer["file"])
+    tensors, stages = unpacked({name: file.read(name) for name in file.shapes})
+    file.path.unlink()
+    yield Outcome(
+        answer["case"],
+        answer["status"],
+        answer["why"],
+        tensors,
+        stages,
+        Rounding(**answer["rounding"]),
+        answer["seconds"],
+    )
+
+
+def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Iterator[dict[str, Any]]:
+    """The other end: cases computed in the process at hand, arrays by a file each."""
+    settings, folder = Settings(**order["settings"]), Path(order["folder"])
+    backend = backend_for(order["backend"], settings)
+    cases = [Case(**recipe) for recipe in order["cases"]]
+    for i, (outcome, facts) in enumerate(each(backend, cases, settings, inputs, in_process=True)):
+        path = folder / f"{i}.safetensors"
+        with TensorWriter(path) as file:
+            for name, a in packed_tensors(outcome).items():
+                file.add(name, a)
+        yield {
+            "case": outcome.case, "status": outcome.status, "why": outcome.why, "seconds": outcome.seconds,
+            "rounding": as_json(outcome.rounding), "file": str(path), "environment": facts,
+        }  # fmt: skip
+
+
+def as_json(rounding: Rounding) -> dict[str, Any]:
+    """The arguments that make a rounding."""
+    return {"operands": dict(rounding.operands), "chunk_size": rounding.chunk_size, "base2": rounding.base2}
+
+
+def one_thread() -> None:
+    """Cases are small: torch's threads would only wait for each other."""
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)

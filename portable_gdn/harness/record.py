@@ -1,0 +1,58 @@
+"""Run a suite on one backend and write what came of it, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..spec.problem import Backend
+from .cases import Case, build
+from .compute import Settings, each
+from .run_file import RunWriter, check_target
+
+__all__ = ["Recorded", "record"]
+
+
+class Recorded(NamedTuple):
+    """How many cases have results, and which have none or results that are not finite, with the reason."""
+
+    done: int
+    refused: dict[str, str]
+    failed: dict[str, str]
+
+
+def record(
+    path: Path,
+    backend: Backend,
+    suite: str,
+    cases: Sequence[Case],
+    settings: Settings,
+    store_inputs: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Recorded:
+    """Write a recording, whole or not at all. A case that fails is recorded as failed, and the rest goes on.
+
+    Raises:
+        GdnError: nothing can be written there.
+    """
+    check_target(path)
+    done, refused, failed = 0, {}, {}
+    derived = getattr(backend, "derived_stages", ())
+    with RunWriter(path, suite, backend.name, settings, derived, store_inputs) as out:
+        by_name = {case.name: case for case in cases}
+        for i, (outcome, out.environment) in enumerate(each(backend, cases, settings)):
+            case = by_name[outcome.case]
+            if progress is not None:
+                progress(case.name, i, len(cases))
+            out.add(case, build(case), outcome)
+            broken = [n for n, a in outcome.tensors.items() if not np.isfinite(np.asarray(a, np.float64)).all()]
+            if outcome.status == "refused":
+                refused[case.name] = outcome.why
+            elif outcome.status == "failed" or broken:
+                failed[case.name] = outcome.why or f"{', '.join(broken)}: values that are not finite"
+            else:
+                done += 1
+    return Recorded(done, refused, failed)

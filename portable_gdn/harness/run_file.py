@@ -1,0 +1,247 @@
+"""The file of a recorded run: ``portable-gdn record`` writes one, ``compare`` and ``bisect`` read it.
+
+One safetensors file. Its metadata are strings: ``format`` and ``version`` of the file, ``created`` (UTC), and as JSON
+``suite`` (name and version), ``backend``, ``settings``, ``environment``, ``derived`` (stages that the backend never
+forms) and ``cases``: for each case its recipe (the arguments of ``cases.Case``), its status, the declared rounding,
+seconds, a hash of the inputs and one of the case's tensors. Tensors are named by the case's number in that list:
+
+    12/o  12/state  12/conv_state  12/grad_q ...      results
+    12/stage/scores/0 ...                              parts of stages, if they were recorded
+    12/input/q  12/cotangent/o ...                     inputs, if they were stored
+
+Inputs that are not stored are built again from the recipe, and must have the same hash. A case without results says
+why. Cases are written and read one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..spec.errors import GdnError, bad
+from ..spec.precision import Rounding
+from ..spec.problem import GateKind, Options
+from .cases import Case, Inputs, build
+from .compute import Outcome, Settings, as_json, packed_tensors, unpacked, with_settings
+from .suites import SUITE_VERSION, SUITES
+from .tensor_file import TensorFile, TensorWriter
+
+__all__ = ["FORMAT", "VERSION", "RunFile", "RunWriter", "digest", "inputs_digest"]
+
+FORMAT = "portable-gdn-run"
+VERSION = "1"
+
+
+def digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    h = hashlib.sha256()
+    for name in sorted(tensors):
+        a = np.ascontiguousarray(tensors[name])
+        h.update(f"{name} {a.dtype.name} {a.shape}\n".encode())
+        h.update(a.tobytes())
+    return h.hexdigest()
+
+
+def _named(inputs: Inputs) -> dict[str, np.ndarray]:
+    return {
+        **{f"input/{name}": np.asarray(a) for name, a in inputs.operands.items()},
+        **{f"cotangent/{name}": np.asarray(a) for name, a in inputs.cotangents.items()},
+    }
+
+
+def inputs_digest(inputs: Inputs) -> str:
+    """Hash of a case's operands, cotangents and options."""
+    options = json.dumps(inputs.options._asdict(), sort_keys=True)
+    return hashlib.sha256((digest(_named(inputs)) + options).encode()).hexdigest()
+
+
+class RunWriter:
+    """``with RunWriter(path, ...) as out: out.add(case, inputs, outcome)``; the file appears as the block ends well."""
+
+    def __init__(
+        self, path: Path, suite: str, backend: str, settings: Settings, derived: Sequence[str], store_inputs: bool
+    ) -> None:
+        self._file = TensorWriter(path)
+        self._store = store_inputs
+        self._cases: list[dict[str, Any]] = []
+        self.environment: dict[str, Any] = {}
+        self._facts = {
+            "suite": {"name": suite, "version": SUITE_VERSION},
+            "backend": backend,
+            "settings": settings._asdict(),
+            "derived": list(derived),
+        }
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def add(self, case: Case, inputs: Inputs, outcome: Outcome) -> None:
+        """Append a case: what it was given (before settings were applied), and what came of it."""
+        tensors = packed_tensors(outcome) | (_named(inputs) if self._store else {})
+        for name, a in tensors.items():
+            self._file.add(f"{len(self._cases)}/{name}", a)
+        self._cases.append(
+            {
+                "recipe": asdict(case),
+                "status": outcome.status,
+                "why": outcome.why,
+                "rounding": as_json(outcome.rounding),
+                "seconds": round(outcome.seconds, 4),
+                "inputs": inputs_digest(inputs),
+                "options": inputs.options._asdict() if self._store else None,
+                "sha256": digest(tensors),
+                "tensors": sorted(tensors),
+            }
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        facts = {**self._facts, "environment": self.environment, "cases": self._cases}
+        self._file.metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            **{name: json.dumps(value) for name, value in facts.items()},
+        }
+        self._file.__exit__(kind, error, at)
+
+
+class RunFile:
+    """A recorded run, checked as far as its header says.
+
+    Attributes:
+        suite, backend, environment, settings, derived, created: as recorded.
+        cases: the cases, in order.
+
+    Raises:
+        GdnError: the file is no such recording, or of a version or suite that this package does not know.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file = path, TensorFile(path)
+        meta = self._file.metadata
+        if meta.get("format") != FORMAT:
+            raise GdnError(
+                f"{path}: metadata format is {meta.get('format')!r}; it must be {FORMAT!r}, as `portable-gdn record` "
+                "writes it."
+            )
+        if meta.get("version") != VERSION:
+            raise GdnError(
+                f"{path}: the recording has format version {meta.get('version')!r}, and this portable-gdn reads "
+                f"{VERSION!r}; record again, or use the version that wrote it."
+            )
+        try:
+            self.created = meta["created"]
+            suite, self.backend, settings, self.derived, self.environment, entries = (
+                json.loads(meta[name]) for name in ("suite", "backend", "settings", "derived", "environment", "cases")
+            )
+            self.suite, version = str(suite["name"]), str(suite["version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise GdnError(f"{path}: the recording's metadata are not valid.") from error
+        if self.suite not in SUITES or version != SUITE_VERSION:
+            raise GdnError(
+                f"{path}: the recording is of suite {self.suite!r}, version {version!r}; this portable-gdn knows "
+                f"{', '.join(SUITES)} of version {SUITE_VERSION!r}."
+            )
+        try:
+            self.settings = Settings(**settings)
+            self.cases = [Case(**entry["recipe"]) for entry in entries]
+            self._entries: dict[str, tuple[int, dict[str, Any]]] = {
+                case.name: (i, entry) for i, (case, entry) in enumerate(zip(self.cases, entries, strict=True))
+            }
+            self._roundings = {
+                case.name: Rounding(**e["rounding"]) for case, e in zip(self.cases, entries, strict=True)
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise GdnError(
+                f"{path}: the recording's cases are not as this portable-gdn knows them: {error}."
+            ) from error
+        for name, (i, entry) in self._entries.items():
+            for tensor in entry["tensors"]:
+                if f"{i}/{tensor}" not in self._file:
+                    raise GdnError(f"{path}: tensor {tensor} of case {name!r} is missing.")
+
+    def _tensors(self, name: str) -> dict[str, np.ndarray]:
+        i, entry = self._entries[name]
+        return {tensor: self._file.read(f"{i}/{tensor}") for tensor in entry["tensors"]}
+
+    def check(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Read every tensor once and hold it against its hash.
+
+        Raises:
+            GdnError: a case's tensors are not those that were recorded, or results are not finite.
+        """
+        for i, case in enumerate(self.cases):
+            if progress is not None:
+                progress(f"reading {case.name}", i, len(self.cases))
+            tensors = self._tensors(case.name)
+            if digest(tensors) != self._entries[case.name][1]["sha256"]:
+                raise GdnError(
+                    f"{self.path}: the tensors of case {case.name!r} do not have the hash that was recorded; the file "
+                    "was damaged or changed."
+                )
+            for tensor, a in unpacked(tensors)[0].items():
+                if "/" not in tensor and not np.isfinite(np.asarray(a, np.float64)).all():
+                    raise GdnError(
+                        f"{self.path}: {tensor} of case {case.name!r} holds values that are not finite; "
+                        f"{self.backend!r} failed there when it was recorded, and nothing can be compared with that."
+                    )
+
+    def outcome(self, case: Case) -> Outcome:
+        """What was recorded of a case."""
+        entry = self._entries[case.name][1]
+        tensors, stages = unpacked(self._tensors(case.name))
+        results = {name: a for name, a in tensors.items() if "/" not in name}
+        rounding = self._roundings[case.name]
+        return Outcome(case.name, entry["status"], entry["why"], results, stages, rounding, entry["seconds"])
+
+    def inputs(self, case: Case) -> Inputs:
+        """A case's inputs: stored, or built again.
+
+        Raises:
+            GdnError: they are not those that were recorded.
+        """
+        _, entry = self._entries[case.name]
+        if entry["options"] is None:
+            inputs = build(case)
+        else:
+            tensors = self._tensors(case.name)
+            part = lambda kind: {n.removeprefix(kind): a for n, a in tensors.items() if n.startswith(kind)}  # noqa: E731
+            inputs = Inputs(part("input/"), _options(entry["options"]), part("cotangent/"), {}, "")
+        if inputs_digest(inputs) != entry["inputs"]:
+            raise GdnError(
+                f"{self.path}: this portable-gdn builds other inputs for case {case.name!r} than the recording was "
+                "made from; record again with this version, or with --store-inputs."
+            )
+        return inputs
+
+    def recorded_inputs(self, case: Case) -> Inputs:
+        """The inputs as the recorded backend got them: with the recording's settings applied."""
+        return with_settings(self.inputs(case), self.settings)
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self.cases)
+
+
+def _options(found: Mapping[str, Any]) -> Options:
+    gate = found["gate"]
+    return Options(**{**found, "gate": None if gate is None else GateKind(*gate)})
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file name that nothing can be written under.
+
+    Raises:
+        GdnError: in a sentence.
+    """
+    if not path.parent.is_dir():
+        raise bad("--output", f"in {path.parent}, which is no folder", "name a file in a folder that exists")
+    if path.is_dir():
+        raise bad("--output", f"{path}, a folder", "name a file")

@@ -1,0 +1,334 @@
+"""Where two computations of one call part: the first stage, chunk, head and token, and what both have there.
+
+"First" is by chunk, then by the order of the stages in one chunk. A stage's error is judged as a result's is: against
+3 (u + E) + 8 eps |summands|, per row, chunk and head, with u the rounding of the dtype that the stage is stored in, and
+E the median error of the specification's stages under the declared roundings (float32 where there are none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from .. import door
+from ..spec import stages as st
+from ..spec.chunkwise import stage_chunk
+from ..spec.evaluate import FLOAT64, PowersOf2, decay_base2, matmul
+from ..spec.precision import Rounding, rounded_product
+from ..spec.probe import probe_prepared
+from ..spec.problem import Problem, Signature
+from ..spec.prologue import Prepared, prepare
+from ..spec.stages import STAGES
+from .cases import Inputs
+from .compute import Stages
+from .judge import EPS, SEEDS
+
+__all__ = ["Parting", "Side", "StageTruth", "at_common_boundaries", "chunk_of", "first_parting", "stage_errors"]
+
+#: What the parts of a stage are called.
+PARTS = {
+    "decay": ("G", "resets"),
+    "scores": ("Akk", "Aqk"),
+    "inverse": ("T",),
+    "wy": ("U", "W"),
+    "state": ("S",),
+    "delta": ("Vn",),
+    "output": ("o",),
+}
+
+Budgets = dict[str, tuple[Any, ...]]
+
+
+class Side(NamedTuple):
+    """One computation: its name, its stages, what it declares to round, and which stages it derives."""
+
+    name: str
+    stages: Stages
+    rounding: Rounding
+    derived: tuple[str, ...] = ()
+
+
+class Parting(NamedTuple):
+    """The first place where a stage is further from another than both may be.
+
+    token: in its row (of a state: the first token that reads it). values: of both sides, and exact. error and budget
+    are L2 norms over this stage of this row, chunk and head.
+    """
+
+    stage: str
+    part: str
+    row: int
+    chunk: int
+    head: int
+    token: int
+    column: int
+    values: tuple[float, float, float]
+    error: float
+    budget: float
+    derived: bool
+
+    def sentence(self, a: str, b: str) -> str:
+        """The place and the values, in words."""
+        derived = " (derived: the kernel never forms it)" if self.derived else ""
+        first, second, exact = self.values
+        return (
+            f"first at stage {self.stage}{derived}: {self.part} of row {self.row}, chunk {self.chunk}, head "
+            f"{self.head}, token {self.token}, column {self.column}: {a} {first:.9g}, {b} {second:.9g}, "
+            f"exact {exact:.9g}; error {self.error:.2e}, budget {self.budget:.2e}"
+        )
+
+
+class StageTruth:
+    """The exact stages of a call at one chunk size, and what a declared rounding may do to them."""
+
+    def __init__(self, inputs: Inputs, chunk: int) -> None:
+        options = inputs.options._replace(precision=None, chunk_size=chunk)
+        self.problem: Problem = door.normalise(dict(inputs.operands), options, "numpy")[0]
+        self.chunk = chunk
+        s, x = self.problem
+        self._prepared = prepare(FLOAT64, s, x)
+        self.exact = _cropped(probe_prepared(xp, matmul, s, self._prepared, chunk), s, chunk)
+        self.sizes = _sizes(self.exact, s, self._prepared, chunk)
+        self._expected: dict[Any, Budgets] = {}
+
+    def expected(self, rounding: Rounding) -> Budgets:
+        """E of every part: norms [B, chunks, HV]."""
+        key = rounding.key()
+        if key not in self._expected:
+            runs = [self._run(rounding, np.random.Generator(np.random.Philox(seed))) for seed in range(SEEDS)]
+            self._expected[key] = {
+                name: tuple(
+                    None if part is None else np.median([_norms(run[name][i] - part) for run in runs], axis=0)
+                    for i, part in enumerate(parts)
+                )
+                for name, parts in self.exact.items()
+            }
+        return self._expected[key]
+
+    def _run(self, rounding: Rounding, rng: np.random.Generator) -> Stages:
+        s = self.problem.signature
+        if not rounding.exact:
+            found = probe_prepared(xp, rounded_product(rounding, rng), s, self._prepared, self.chunk)
+            return _cropped(found, s, self.chunk)
+        p, back = _shuffled(prepare(xp, *self.problem), s, rng)
+        namespace: Any = xp
+        stages: Any = st
+        if rounding.base2:
+            namespace = PowersOf2()
+            stages = SimpleNamespace(**{**{name: getattr(st, name) for name in STAGES}, "decay": decay_base2})
+
+        def chunk(*rows: Any) -> Any:
+            q, k, v, g, b, w, S, starts = rows
+            return stage_chunk(namespace, matmul, q, k, v, g, b, w, S, s.scale, starts, stages)
+
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = probe_prepared(xp, matmul, s, p, self.chunk, chunk)
+        G, count = found["decay"]
+        if rounding.base2:
+            G = G / np.float32(1 / np.log(2))
+        if s.groups == s.K > 1:
+            G, count = G[..., back], count[..., back]
+        U, W = found["wy"]
+        before, after = (S[..., back, :] for S in found["state"])
+        found |= {"decay": (G, count), "wy": (U, None if W is None else W[..., back]), "state": (before, after)}
+        return _cropped(found, s, self.chunk)
+
+
+def _shuffled(p: Prepared, s: Signature, rng: np.random.Generator) -> tuple[Prepared, np.ndarray]:
+    """The operands with their key channels in another order, a group's together: float32 sums run in another order."""
+    K = s.K
+    width = K if s.groups in (0, 1, K) else K // s.groups
+    order = (np.arange(0, K, width)[:, None] + rng.permutation(width)).ravel()
+    last = lambda a: a if a is None or a.shape[-1] != K else a[..., order]  # noqa: E731
+    return p._replace(
+        q=last(p.q),
+        k=last(p.k),
+        g=last(p.g) if s.groups == K else p.g,
+        b=last(p.b),
+        S=None if p.S is None else p.S[:, :, order],
+    ), np.argsort(order)
+
+
+def _cropped(stages: Stages, s: Signature, chunk: int) -> Stages:
+    """Zeros where a row's last chunk was filled up, so that it does not matter with what; and S by chunk, one more."""
+    count = -(-s.T // chunk)
+    valid = (np.arange(count * chunk) < s.T).reshape(1, count, 1, chunk)
+    found: Stages = {}
+    for name, parts in stages.items():
+        if name == "state":
+            before, after = (np.asarray(a) for a in parts)
+            found[name] = (np.concatenate([before, after[:, -1:]], 1),)
+            continue
+        kept: list[np.ndarray | None] = []
+        for part in parts:
+            if part is None:
+                kept.append(None)
+                continue
+            a = np.where(valid[..., None], np.asarray(part), np.zeros((), np.asarray(part).dtype))
+            if name in ("scores", "inverse"):
+                a = np.where(valid[..., None, :], a, np.zeros((), a.dtype))
+            kept.append(a)
+        found[name] = tuple(kept)
+    return found
+
+
+def _norms(a: np.ndarray) -> np.ndarray:
+    """[B, chunks, HV] from [B, chunks, HV, ...]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.sqrt((np.asarray(a, np.float64) ** 2).sum((-1, -2)))
+
+
+def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
+    """The summands of every stage's results before they cancel, from the exact results of the stages before."""
+    size = lambda a: None if a is None else np.abs(a)  # noqa: E731
+    (G, count), (_, Aqk), (T,), (U, W) = (exact[name] for name in ("decay", "scores", "inverse", "wy"))
+    (Vn,), (S,) = exact["delta"], exact["state"]
+    before = np.abs(S[:, :-1])
+
+    def rows(a: np.ndarray | None) -> np.ndarray | None:
+        """[B, T, heads, D] as [B, chunks, HV, C, D]."""
+        if a is None:
+            return None
+        pad = -a.shape[1] % chunk
+        a = np.pad(np.abs(a), [(0, 0), (0, pad), (0, 0), (0, 0)])
+        a = np.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 3, 2)
+        return np.repeat(a, s.HV // a.shape[2], axis=2)
+
+    q, k, v, b, w = (rows(a) for a in (p.q, p.k, p.v, p.b, p.w))
+    scale = abs(s.scale)
+    after = st.state(xp, matmul, k, np.abs(Vn), G, count, before)
+    return {
+        "decay": (np.abs(G), np.zeros_like(count)),
+        "scores": st.scores(xp, matmul, q, k, b, G, count, scale),
+        "inverse": (size(T),),
+        "wy": st.wy(xp, matmul, size(T), k, v, b, w, G, count),
+        "state": (np.concatenate([before[:, :1], after], 1),),
+        "delta": (np.abs(U) if W is None else np.abs(U) + np.abs(W) @ before,),
+        "output": (st.output(xp, matmul, q, np.abs(Aqk), np.abs(Vn), G, count, before, scale),),
+    }
+
+
+def _may(truth: StageTruth, side: Side, name: str, i: int, value: np.ndarray) -> np.ndarray:
+    """3 (u + E) + floor of one part: [B, chunks, HV]."""
+    exact, E = truth.exact[name][i], truth.expected(side.rounding)[name][i]
+    assert exact is not None
+    stored = np.asarray(value).dtype
+    u = _norms(exact - exact.astype(stored).astype(np.float64))
+    return 3 * (u + E) + 8 * EPS * _norms(truth.sizes[name][i])
+
+
+def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]]:
+    """By stage, of the worst part, chunk and head: error and budget, relative to the norm of the exact part."""
+    found = {}
+    stages = _cropped(side.stages, truth.problem.signature, truth.chunk)
+    for name, parts in stages.items():
+        worst = (0.0, 0.0, -1.0)
+        for i, value in enumerate(parts):
+            exact = truth.exact[name][i]
+            if value is None or exact is None:
+                continue
+            error, may, norm = _norms(value - exact), _may(truth, side, name, i, value), _norms(exact)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                used = np.where(error == 0, 0.0, np.where(error == error, error / may, np.inf))
+            at = np.unravel_index(int(np.argmax(used)), used.shape)
+            if used[at] > worst[2]:
+                unit = norm[at] if norm[at] > 0 else 1.0
+                worst = (float(error[at] / unit), float(may[at] / unit), float(used[at]))
+        found[name] = worst[:2]
+    return found
+
+
+def chunk_of(stages: Stages) -> int:
+    """Tokens a chunk."""
+    part = stages["output"][0]
+    assert part is not None
+    return int(part.shape[-2])
+
+
+def at_common_boundaries(a: Side, b: Side, tokens: int) -> tuple[Side, Side, int, str]:
+    """Both sides at one chunk size, that size, and what had to be left out for it, as a sentence or "".
+
+    Of chunks of different size only states at boundaries that both have, and outputs, can be compared.
+    """
+    sizes = [chunk_of(side.stages) for side in (a, b)]
+    if sizes[0] == sizes[1]:
+        return a, b, sizes[0], ""
+    if tokens <= min(sizes):  # each has one chunk, filled up further than the other's
+        a, b = (side._replace(stages={n: _cut(n, x, min(sizes)) for n, x in side.stages.items()}) for side in (a, b))
+        return a, b, min(sizes), ""
+    size = max(sizes)
+    a, b = (side._replace(stages=_joined(side.stages, size)) for side in (a, b))
+    left_out = (
+        f"{a.name} has chunks of {sizes[0]} tokens and {b.name} of {sizes[1]}: states at common boundaries and outputs "
+        "are compared, no other stage; with one --chunk-size all are"
+    )
+    return a, b, size, left_out
+
+
+def _cut(name: str, parts: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """The first ``size`` tokens of a stage of one chunk."""
+    if name == "state":
+        return parts
+    columns = size if name in ("scores", "inverse") else None
+    return tuple(None if a is None else a[..., :size, :columns] for a in parts)
+
+
+def _joined(stages: Stages, size: int) -> Stages:
+    """States and outputs in larger chunks."""
+    (before, after), (o,) = stages["state"], stages["output"]
+    assert before is not None
+    assert after is not None
+    assert o is not None
+    each = size // o.shape[-2]
+    B, chunks, heads, C, V = o.shape
+    o = np.moveaxis(np.pad(o, [(0, 0), (0, -chunks % each), (0, 0), (0, 0), (0, 0)]), 2, 3)
+    o = np.moveaxis(o.reshape(B, -1, each * C, heads, V), 3, 2)
+    before = before[:, ::each]
+    return {"state": (before, np.broadcast_to(after[:, -1:], before.shape)), "output": (o,)}
+
+
+def first_parting(truth: StageTruth, a: Side, b: Side | None = None) -> Parting | None:
+    """Where ``a`` first leaves ``b`` further than both may be from the truth; without ``b``, where it leaves the truth.
+
+    None if it nowhere does. Both must have been probed in chunks of ``truth.chunk``.
+    """
+    s, chunk = truth.problem.signature, truth.chunk
+    mine = _cropped(a.stages, s, chunk)
+    other: Mapping[str, tuple[Any, ...]] = truth.exact if b is None else _cropped(b.stages, s, chunk)
+    places: list[tuple[int, int, int, str, int, np.ndarray, np.ndarray]] = []
+    for order, name in enumerate(STAGES):
+        for i, value in enumerate(mine.get(name, ())):
+            against = other[name][i] if name in other else None
+            if value is None or against is None or truth.exact[name][i] is None:
+                continue
+            error = _norms(np.asarray(value, np.float64) - np.asarray(against, np.float64))
+            may = _may(truth, a, name, i, value)
+            if b is not None:
+                may = may + _may(truth, b, name, i, against)
+            beyond = ~(error <= may)  # NaN too
+            if beyond.any():
+                first = int(np.flatnonzero(beyond.any((0, 2)))[0])
+                places.append((first, order, i, name, i, error, may))
+    if not places:
+        return None
+    first, _, _, name, i, error, may = min(places, key=lambda place: place[:3])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        excess = np.where(
+            error[:, first] <= may[:, first], 0.0, np.nan_to_num(error[:, first] / may[:, first], nan=np.inf)
+        )
+    row, head = map(int, np.unravel_index(int(np.argmax(excess)), excess.shape))
+    at = (row, first, head)
+    value, against, exact = (np.asarray(x[name][i], np.float64)[at] for x in (mine, other, truth.exact))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(value - against)
+    line, column = map(int, np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape))
+    token = first * chunk + (0 if name == "state" else line)
+    return Parting(
+        name, PARTS[name][i], row, first, head, min(token, s.T), column,
+        (float(value[line, column]), float(against[line, column]), float(exact[line, column])),
+        float(error[at]), float(may[at]), name in a.derived or (b is not None and name in b.derived),
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""What structure an error has: where it lies, whether it grows, whether it leans to one side.
+
+An error that is rounding alone is spread evenly over heads, chunks and positions, grows no faster than the result, has
+no mean and does not follow the result. Each departure is said in a sentence, with its figure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..spec.problem import Signature
+
+__all__ = ["Statistics", "by_token", "statistics"]
+
+STANDS_OUT = 4.0  # times the median of its kind, in root mean square
+ROWS = 256  # of an error map: more tokens are averaged
+
+_TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "o")
+
+
+class Statistics(NamedTuple):
+    """Errors of one tensor, root mean square in units of the exact tensor's; empty where it has no tokens.
+
+    by_token: [rows, heads], tokens averaged to ROWS of them. by_position: within a chunk. drift: the last quarter's
+    error over the first quarter's, each relative to the result there. bias: mean error over root mean square error;
+    bias_sigmas: the mean in its standard errors. gain: slope of the error against the exact result. ulps: share of
+    elements that are off by 0, up to 1, 2, 4, ... units in the last place of the result's dtype; the last is the rest.
+    """
+
+    by_head: list[float]
+    by_chunk: list[float]
+    by_position: list[float]
+    by_token: list[list[float]]
+    drift: float
+    bias: float
+    bias_sigmas: float
+    gain: float
+    ulps: dict[str, float]
+    findings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: figures that are not finite become strings."""
+        clean = lambda x: x if not isinstance(x, float) or np.isfinite(x) else str(x)  # noqa: E731
+        table = self._asdict()
+        for name, value in table.items():
+            if name == "by_token":
+                table[name] = [[clean(x) for x in row] for row in value]
+            elif isinstance(value, list):
+                table[name] = [clean(x) for x in value]
+            else:
+                table[name] = clean(value)
+        return table
+
+
+def by_token(name: str, a: np.ndarray, s: Signature) -> np.ndarray | None:
+    """A tensor as [B, T, heads, channels], or None if it has no tokens."""
+    plain = name.removeprefix("grad_")
+    if plain not in _TOKENS or not a.size:
+        return None
+    a = np.asarray(a, np.float64)
+    if s.step:
+        a = a[:, None]
+    if plain == "qkv" or (s.conv is not None and plain in ("q", "k", "v")):
+        return a[:, :, None]
+    return a.reshape(*a.shape[:3], -1)
+
+
+def statistics(
+    name: str, value: np.ndarray, exact: np.ndarray, s: Signature, chunk: int, starts: np.ndarray | None = None
+) -> Statistics | None:
+    """Of the error of one tensor; None if it has no tokens.
+
+    Args:
+        chunk: tokens a chunk.
+        starts: for packed sequences, where each begins (cu_seqlens).
+    """
+    truth = by_token(name, exact, s)
+    if truth is None:
+        return None
+    ulps = _ulps(value, exact)
+    error = by_token(name, np.asarray(value, np.float64) - exact, s)
+    assert error is not None
+    unit = max(float(np.sqrt((truth**2).mean())), 1e-300)
+    square = (error / unit) ** 2
+    T = square.shape[1]
+    token = np.arange(T)
+    if starts is not None:
+        token = (
+            token - np.asarray(starts)[np.clip(np.searchsorted(starts, token, side="right") - 1, 0, len(starts) - 2)]
+        )
+    per_token = square.mean((0, 3))  # [T, heads]
+    root = lambda x: [float(y) for y in np.sqrt(x)]  # noqa: E731
+    heads, chunks = root(per_token.mean(0)), root(_means(per_token.mean(1), np.arange(T) // chunk))
+    positions = root(_means(per_token.mean(1), token % chunk))
+    rows = np.sqrt(_means(per_token, np.arange(T) * min(T, ROWS) // T))
+    drift = _drift(per_token.mean(1), (truth**2).mean((0, 2, 3)))
+    bias, sigmas, gain = _lean(error, truth)
+    findings = [
+        *_standing_out("head", heads),
+        *_standing_out("chunk", chunks),
+        *_standing_out("position in a chunk", positions),
+    ]
+    if drift > STANDS_OUT:
+        findings.append(f"the relative error grows along the sequence, {drift:.1f} times from first to last quarter")
+    if abs(bias) > 0.3 and sigmas > 6:
+        findings.append(f"the error leans to one side: its mean is {bias:+.2f} of its size ({sigmas:.0f} sigma)")
+    if abs(gain) * unit > 0.7 * np.sqrt((error**2).mean()) and error.size > 16 and np.any(error):
+        findings.append(f"the error follows the result: everything is {gain:+.1e} times itself too large")
+    table = [[float(x) for x in row] for row in rows]
+    return Statistics(heads, chunks, positions, table, drift, bias, sigmas, gain, ulps, findings)
+
+
+def _means(x: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Mean of x over its first axis, by label; labels that do not occur are left out."""
+    kinds, place = np.unique(label, return_inverse=True)
+    total = np.zeros((len(kinds), *x.shape[1:]))
+    np.add.at(total, place, x)
+    return total / np.bincount(place).reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _drift(error: np.ndarray, size: np.ndarray) -> float:
+    quarter = len(error) // 4
+    if quarter < 8 or not error[:quarter].sum() or not size[:quarter].sum() or not size[-quarter:].sum():
+        return 1.0
+    first, last = (error[part].sum() / size[part].sum() for part in (slice(quarter), slice(-quarter, None)))
+    return float(np.sqrt(last / first))
+
+
+def _lean(error: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
+    """Mean over root mean square, the mean in standard errors, and the slope of the error against the truth."""
+    rms = float(np.sqrt((error**2).mean()))
+    if not rms or not np.isfinite(rms):
+        return 0.0, 0.0, 0.0
+    mean = float(error.mean())
+    spread = float(error.std()) / np.sqrt(error.size)
+    gain = float((error * truth).sum() / max(float((truth**2).sum()), 1e-300))
+    return mean / rms, abs(mean) / max(spread, 1e-300), gain
+
+
+def _standing_out(what: str, values: list[float]) -> list[str]:
+    """A sentence if one of several stands out."""
+    if len(values) < 3:
+        return []
+    worst, middle = int(np.argmax(values)), float(np.median(values))
+    if not values[worst] > STANDS_OUT * middle:
+        return []
+    times = f"{values[worst] / middle:.0f} times" if middle else "all of it, and"
+    return [f"{what} {worst} stands out: its error is {times} that of the median one"]
+
+
+def _ulps(value: np.ndarray, exact: np.ndarray) -> dict[str, float]:
+    """Distances in units in the last place of the value's dtype, as shares of all elements."""
+    value, bits = np.asarray(value), {"float32": 23, "float16": 10, "bfloat16": 7, "float64": 52}
+    smallest = {"float32": -149, "float16": -24, "bfloat16": -133, "float64": -1074}[value.dtype.name]
+    nearest = np.asarray(exact).astype(ml_dtypes.bfloat16 if value.dtype.name == "bfloat16" else value.dtype)
+    _, exponent = np.frexp(np.asarray(exact, np.float64))
+    unit = np.ldexp(1.0, np.maximum(exponent - 1 - bits[value.dtype.name], smallest))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(np.asarray(value, np.float64) - np.asarray(nearest, np.float64)) / unit
+    edges = [0.0, *(2.0**n for n in range(11))]
+    share, below = {}, 0.0
+    for edge in edges:
+        upto = float((off <= edge).mean()) if off.size else 1.0
+        share["0" if edge == 0 else f"{edge:g}"] = upto - below
+        below = upto
+    share["more"] = 1.0 - below
+    return share
