@@ -86,7 +86,7 @@ class StageTruth:
     """The exact stages of a call at one chunk size, and what a declared rounding may do to them."""
 
     def __init__(self, inputs: Inputs, chunk: int) -> None:
-        options = inputs.options._replace(precision=None, chunk_size=chunk)
+        options = inputs.options._replace(precision=None, chunk_size=None)
         self.problem: Problem = door.normalise(dict(inputs.operands), options, "numpy")[0]
         self.chunk = chunk
         s, x = self.problem
