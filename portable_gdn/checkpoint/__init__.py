@@ -6,6 +6,7 @@ port(Path("Qwen3-Next-80B-A3B-Instruct"), Path("out"), "jax")
 
 from __future__ import annotations
 
+from .loading import load_layer, load_tree
 from .porting import Outcome, back, plan_of, port
 
-__all__ = ["Outcome", "back", "plan_of", "port"]
+__all__ = ["Outcome", "back", "load_layer", "load_tree", "plan_of", "port"]

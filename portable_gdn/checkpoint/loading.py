@@ -1,0 +1,133 @@
+"""Take a port into JAX: leaves one by one, straight to where they are to lie, and layers ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..spec.errors import GdnError, bad
+from . import provenance
+from .reader import Checkpoint
+
+__all__ = ["load_layer", "load_tree"]
+
+
+def load_tree(
+    folder: Path,
+    *,
+    under: str = "",
+    sharding: Any | Callable[[str, tuple[int, ...]], Any] = None,
+    names: Iterable[str] | None = None,
+) -> dict[str, Any]:
+    """Leaves of a port as JAX arrays, in nested dicts; nothing is read but what a device is given.
+
+    Args:
+        folder: what ``portable-gdn port --to jax`` wrote.
+        under: only leaves below this path, and paths from there on ("layers.0.mixer").
+        sharding: of every leaf, or a function of its path and shape; None is JAX's default device.
+        names: only these leaves.
+
+    Returns:
+        The tree; a path's parts are its keys.
+
+    Raises:
+        GdnError: the folder is no port in our tree, or has no such leaves.
+    """
+    import jax
+
+    facts = _facts(folder)
+    port = Checkpoint(folder, facts["files"])
+    start = under + "." if under else ""
+    wanted = [n for n in (port.where if names is None else names) if n.startswith(start)]
+    tree: dict[str, Any] = {}
+    for name in wanted:
+        if name not in port.where:
+            raise bad("names", repr(name), "be leaves of the port")
+        shape = port.where[name][1].shape
+        where = sharding(name, shape) if callable(sharding) else sharding
+        array = port.array(name)
+        if where is None:
+            leaf = jax.numpy.asarray(np.array(array))
+        else:
+            leaf = jax.make_array_from_callback(shape, where, lambda index, a=array: np.array(a[index]))
+        *path, last = name.removeprefix(start).split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    if not tree:
+        raise bad("under", repr(under), "be a path in the port")
+    port.release()
+    return tree
+
+
+def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
+    """A linear-attention layer of a port, ready to run: one of ``portable_gdn.tpu.integrations.nnx``.
+
+    Args:
+        folder: what ``portable-gdn port --to nnx`` (or jax) wrote.
+        layer: its number in the model.
+        sharding: as in ``load_tree``, paths beginning at the layer.
+        options: of the layer, such as dtype, precision and backend.
+
+    Raises:
+        GdnError: the folder is no such port, or that layer has no linear attention.
+    """
+    facts = _facts(folder)
+    if layer not in facts["linear_layers"]:
+        raise bad("layer", layer, f"be one with linear attention: {', '.join(map(str, facts['linear_layers']))}")
+    if facts["mixer"] is None:
+        raise GdnError(f"{folder} does not know what its layers compute; the source's config.json must say it.")
+    tree = load_tree(folder, under=f"layers.{layer}.mixer", sharding=sharding)
+    return layer_of(tree, facts["mixer"], facts["sizes"]["E"], **options)
+
+
+def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, **options: Any) -> Any:
+    """The layer of these weights: ``mixer`` says what it computes, the tree which projections it has."""
+    from flax import nnx
+
+    from ..tpu.integrations import nnx as layers
+
+    kind = {
+        "gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention, "gdn2": layers.GatedDeltaNet2,
+    }[mixer["kind"]]  # fmt: skip
+    settings = {key: mixer[key] for key in ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps")}
+    settings["beta_scale"] = mixer["beta_scale"]
+    conv = tree.get("q_conv1d")
+    settings.update(conv_size=conv["kernel"].shape[0] if conv else 0, conv_bias=bool(conv) and "bias" in conv)
+    if mixer["kind"] != "gdn":
+        for name, short in (("decay_rank", "f"), ("gate_rank", "g")):
+            factor = tree.get(f"{short}_a_proj")
+            settings[name] = factor["kernel"].shape[1] if factor else None
+        settings["gate_bias"] = "bias" in tree.get("g_b_proj", tree.get("g_proj", {}))
+    if mixer["kind"] == "kda":
+        settings["lower_bound"] = mixer["lower_bound"]
+    layer = nnx.eval_shape(lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options))
+    graph, state = nnx.split(layer)
+    want, have = dict(nnx.to_flat_state(state)), dict(_flat(tree))
+    if want.keys() != have.keys():
+        odd = ".".join(map(str, sorted(want.keys() ^ have.keys(), key=str)[0]))
+        raise GdnError(f"{odd} is in the layer or in the port and not in both; they must have the same leaves.")
+    for path, leaf in have.items():
+        if want[path].shape != leaf.shape:
+            raise GdnError(f"{'.'.join(path)} has shape {leaf.shape}; the layer must have {want[path].shape}.")
+        want[path] = want[path].replace(leaf)
+    return nnx.merge(graph, nnx.from_flat_state(list(want.items())))
+
+
+def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    facts = provenance.load(folder)
+    if facts["target"] not in ("jax", "nnx"):
+        raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
+    return facts

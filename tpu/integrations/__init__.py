@@ -1,0 +1,1 @@
+"""What joins other libraries on a TPU to our call: ``nnx`` has layers for Flax."""
