@@ -1,1 +1,27 @@
-"""The GPU backend: flash-linear-attention's Triton kernels (imported as ``portable_gdn.gpu``)."""
+"""The GPU backend: flash-linear-attention's Triton kernels, and what they will take on a GPU (``portable_gdn.gpu``).
+
+from portable_gdn.gpu import compile_report
+print(compile_report(kernel, {"x": "*bf16", "n": "i32"}, arch="sm_90"))  # compiled here, without a GPU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["TARGETS", "compile_report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "compile_report":
+        from .compiling.kernel import compile_report
+
+        return compile_report
+    if name == "TARGETS":
+        from .compiling.targets import TARGETS
+
+        return TARGETS
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,25 +2,31 @@
 
 | ours | FLA's | note |
 |---|---|---|
-| q, k [B, T, H, K] | q, k | in the inputs' dtype where nothing before the rule needed float32 |
-| v [B, T, HV, V] | v | likewise |
-| g [B, T, HV] or [B, T, HV, K] | g | float32, natural log; zeros for DeltaNet; no reset in it |
+| q, k [B, T, H, K]; v [B, T, HV, V] | q, k, v | in the inputs' dtype; float32 for precision "highest" |
+| g [B, T, HV], [B, T, HV, n] or [B, T, HV, K] | g | float32, natural log; zeros where there is none |
 | beta [B, T, HV] | beta | float32 |
+| erase [B, T, HV, K], write [B, T, HV, V] | b, w | float32 |
 | scale | scale | always given |
 | states [N, HV, K, V] | initial_state | float32, K first: state_v_first stays False; always given and asked for |
 | cu_seqlens | cu_seqlens, cu_seqlens_cpu | without empty sequences; ends at T; on the host for index tables |
 | chunk_size | chunk_size | where given |
-| qk_l2norm, gate, mask, conv | | done before, in float32 (``spec.prologue``) |
+| gate, mask, conv | | done before, in float32 (``spec.prologue``) |
+| qk_l2norm | ``l2norm``, or use_qk_l2norm_in_kernel | before, in float32, where operands are float32 |
 
-Resets: a sequence is cut where a gate is one (``pieces.py``). Where gates are one a head, heads are laid end to end and
-all pieces run at once. Where they are one a channel, the piece behind a reset needs what the one before it left in the
-other channels: pieces of a sequence run in turn, exact and as slow as there are pieces, and no more than a few.
+``operations.py`` has which of FLA's operations that is. Calls of one token that want no gradient take its recurrent
+form, everything else its chunk form.
+
+Resets: the chunk forms sum gates. Where products round to 16 bits, a gate that is a reset becomes ``FLOOR``, whose exp
+is 0 too; sums then keep more digits than products, and nobody waits for the device to look at g. In float32 a sequence
+is cut where a gate is a reset (``pieces.py``). Where gates are one a head, heads are laid end to end and all pieces run
+at once. Where they are one a channel, the piece behind a reset needs what the one before it left in the other channels:
+pieces of a sequence run in turn, exact and as slow as there are pieces, and no more than a few.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -28,27 +34,24 @@ import torch
 from torch import Tensor
 
 from ..spec.errors import GdnError
+from ..spec.gates import l2norm
 from ..spec.problem import Problem, Result, Signature
-from ..spec.prologue import finish, prepare, swap_state
+from ..spec.prologue import finish, gates, masked, prepare, starts, swap_state
 from ..spec.sequences import Placed, place
 from ..spec.stages import RESET
 from ..spec.torch_tensors import boundaries_as_tensor, on_host
-from ..spec.variants import VARIANTS
 from . import interpreter
+from .families import chunk_size, operand_dtype
+from .operations import Operands, chunked, fitted, normalised, recurrent
 from .pieces import Pieces, cut_heads_apart, cut_in_turn, whole
 
-__all__ = ["CHUNK", "MOST_TURNS", "operand_dtype", "products_of_float32", "run"]
+__all__ = ["products_of_float32", "run"]
 
-CHUNK = 64  # FLA's own
 LONGEST_FALL = -1419.0  # of gates in a chunk: 2^11 in base 2, in which FLA sums, and float32 has 2^-12 between numbers
+FLOOR = -110.0  # what a reset becomes: its exp is 0 in float32, with room for the rounding of the sums it stands in
 
 MOST_TURNS = 16  # pieces of one sequence that run in turn; more would be a recurrence, a kernel launch a token
 MOST_BLOCKS = 65535  # of a launch along the axis on which FLA puts sequences times heads
-
-
-def operand_dtype(s: Signature) -> str:
-    """The dtype in which q, k and v enter FLA's kernels: float32 where they come out of a norm or a convolution."""
-    return "float32" if s.qk_l2norm or s.conv is not None else s.dtype
 
 
 def products_of_float32() -> str:
@@ -73,18 +76,61 @@ def run(problem: Problem) -> Result:
             "differentiates FLA's."
         )
     with torch.autocast(like.device.type, enabled=False):  # it would round what must not be rounded
-        bounds = x.get("cu_seqlens")
-        p = prepare(xp, s, boundaries_as_tensor(x))
-        S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
-        dtype = getattr(torch, operand_dtype(s))
-        operands = [p.q.to(dtype), p.k.to(dtype), p.v.to(dtype), p.g, p.b[..., 0]]
-        sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, p.starts)))
-        plain = bounds is None and p.starts is None
-        o, state = _rule(s, operands, S, sequences, plain)
+        ready = _ready(s, x)
+        operands, S = ready.operands, ready.S
+        if one_token(s) and not (torch.is_grad_enabled() and any(a.requires_grad for a in x.values())):
+            o, state = recurrent(s, operands, S, ready.raw)
+        else:
+            if ready.raw:
+                operands = normalised(operands)
+            bounds = x.get("cu_seqlens")
+            sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, ready.starts)))
+            o, state = _rule(s, operands, S, sequences, bounds is None and ready.starts is None)
         if o.requires_grad:
             o, state = _Once.apply(o, state)
         o = finish(xp, s, x, o)
-    return Result(o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, p.conv_state)
+    return Result(
+        o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, ready.conv_state
+    )
+
+
+def one_token(s: Signature) -> bool:
+    """Whether a call has a single token, which FLA's recurrent kernels are for."""
+    return s.step or (s.T == 1 and not s.packed)
+
+
+class _Ready(NamedTuple):
+    """Fitted operands; whether q and k are still to be normalised; S [N, HV, K, V]; see ``spec.prologue.Prepared``."""
+
+    operands: Operands
+    raw: bool
+    S: Tensor
+    starts: Tensor | None
+    conv_state: Tensor | None
+
+
+def _ready(s: Signature, x: dict[str, Any]) -> _Ready:
+    """What FLA gets. Without a convolution 16-bit q, k and v are the caller's own, not copies."""
+    x = dict(boundaries_as_tensor(x))
+    dtype = getattr(torch, operand_dtype(s))
+    conv_state, raw = None, False
+    if s.conv is None:
+        q, k, v = (masked(xp, s, x, name).to(dtype) for name in "qkv")
+        g, b, w = gates(xp, s, x)
+        S = swap_state(xp, s, x["initial_state"]) if s.has("initial_state") else None
+        begin = starts(xp, s, x)
+        if s.qk_l2norm and dtype == torch.float32:
+            q, k = l2norm(xp, q), l2norm(xp, k)
+        raw = s.qk_l2norm and dtype != torch.float32
+    else:
+        q, k, v, g, b, w, S, begin, conv_state = prepare(xp, s, x)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if g is None:
+        g = v.new_zeros((s.B, s.T, s.HV, 1), dtype=torch.float32)
+    if S is None:
+        S = v.new_zeros((s.N, s.HV, s.K, s.V), dtype=torch.float32)
+    operands = Operands(q, k, v, g, b, None if s.has("beta") else w)
+    return _Ready(fitted(s, operands), raw, S, begin, conv_state)
 
 
 class _Once(torch.autograd.Function):
@@ -119,33 +165,38 @@ def _check_falls(g: Tensor, size: int, bounds: np.ndarray | None) -> None:
         )
 
 
-def _rule(s: Signature, x: list[Tensor], S: Tensor, sequences: Placed, plain: bool) -> tuple[Tensor, Tensor]:
+def _rule(s: Signature, x: Operands, S: Tensor, sequences: Placed, plain: bool) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states [N, HV, K, V]; ``plain`` if sequences are whole rows."""
-    reset = x[3] < RESET if _may_reset(s) else None
+    reset = x.g < RESET if _may_reset(s) else None
+    if reset is not None and x.q.dtype != torch.float32:
+        x, reset = x._replace(g=torch.where(reset, FLOOR, x.g)), None
     if reset is None or not bool(reset.any()):
         if plain:
             return _kernel(s, x, S, None)
-        o, after = _launch(s, [a.flatten(0, 1) for a in x], _states(S, sequences), whole(sequences))
+        o, after = _launch(s, x.map(_rows), _states(S, sequences), whole(sequences))
         return o.unflatten(0, (s.B, s.T)), after[_index(sequences.last, S)]
-    flat = [a.flatten(0, 1) for a in [*x[:3], torch.where(reset, 0.0, x[3]), x[4]]]
+    flat = x._replace(g=torch.where(reset, 0.0, x.g)).map(_rows)
     compute = _heads_apart if s.groups == 1 else _in_turn
-    o, state = compute(s, flat, S, sequences, reset.flatten(0, 1))
+    o, state = compute(s, flat, S, sequences, _rows(reset))
     return o.unflatten(0, (s.B, s.T)), state
 
 
-def _heads_apart(
-    s: Signature, flat: list[Tensor], S: Tensor, sequences: Placed, reset: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rows(a: Tensor) -> Tensor:
+    """Rows laid end to end."""
+    return a.flatten(0, 1)
+
+
+def _heads_apart(s: Signature, flat: Operands, S: Tensor, sequences: Placed, reset: Tensor) -> tuple[Tensor, Tensor]:
     """Every head a sequence of its own, cut at its own resets."""
     cut, last = cut_heads_apart(sequences, on_host(reset[..., 0]))
-    line = [a.repeat_interleave(s.HV // a.shape[1], 1).movedim(1, 0).flatten(0, 1)[:, None] for a in flat]
+    line = flat.map(lambda a: a.repeat_interleave(s.HV // a.shape[1], 1).movedim(1, 0).flatten(0, 1)[:, None])
     states = S[_index(sequences.state, S)].flatten(0, 1)[:, None]
     o, after = _launch(s, line, _states(states, cut), cut)
     final = after[_index(last, S)].unflatten(0, (-1, s.HV))[:, :, 0]
     return o[:, 0].unflatten(0, (s.HV, -1)).movedim(0, 1).contiguous(), final[_index(sequences.last, S)]
 
 
-def _in_turn(s: Signature, flat: list[Tensor], S: Tensor, sequences: Placed, reset: Tensor) -> tuple[Tensor, Tensor]:
+def _in_turn(s: Signature, flat: Operands, S: Tensor, sequences: Placed, reset: Tensor) -> tuple[Tensor, Tensor]:
     """Pieces of a sequence one after the other, those of different sequences together."""
     turns = cut_in_turn(sequences, on_host(reset.flatten(1).any(-1)))
     if len(turns) > MOST_TURNS:
@@ -153,7 +204,7 @@ def _in_turn(s: Signature, flat: list[Tensor], S: Tensor, sequences: Placed, res
             f"g holds resets (below {RESET:g}) of single channels at {len(turns) - 1} tokens of a sequence; FLA's "
             f"kernels know none, and are run piece by piece for at most {MOST_TURNS - 1}; backend 'torch' takes any."
         )
-    states, o = _states(S, sequences), flat[2].new_zeros(flat[2].shape)
+    states, o = _states(S, sequences), flat.v.new_zeros(flat.v.shape)
     for turn in turns:
         which, lost = _index(turn.state, S), reset[_index(turn.begin, S)][..., None]
         before = torch.where(lost, 0.0, states[which])
@@ -172,43 +223,32 @@ def _states(S: Tensor, pieces: Placed | Pieces) -> Tensor:
     return torch.where(_index(pieces.fresh, S)[:, None, None, None], 0.0, states) if pieces.fresh.any() else states
 
 
-def _launch(s: Signature, flat: list[Tensor], states: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+def _launch(s: Signature, flat: Operands, states: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """Pieces of rows laid end to end: o like v, 0 at tokens of none, and the state behind each piece.
 
     FLA gets neither empty pieces, whose states pass by, nor tokens of no piece.
     """
     live = np.flatnonzero(pieces.end > pieces.begin)
-    v = flat[2]
+    v = flat.v
     o, after = v.new_zeros(v.shape), states
     most = max(1, MOST_BLOCKS // v.shape[1])
     for some in (live[i : i + most] for i in range(0, len(live), most)):
         begin, end = pieces.begin[some], pieces.end[some]
         bounds = np.concatenate([[0], np.cumsum(end - begin)])
         if bounds[-1] == len(v) and np.array_equal(begin, bounds[:-1]):  # they cover the rows in order
-            out, new = _kernel(s, [a[None] for a in flat], states[_index(some, v)], bounds)
+            out, new = _kernel(s, flat.map(lambda a: a[None]), states[_index(some, v)], bounds)
             o = out[0]
         else:
             tokens = _index(np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)]), v)
-            out, new = _kernel(s, [a[tokens][None] for a in flat], states[_index(some, v)], bounds)
+            out, new = _kernel(s, flat.map(lambda a, tokens=tokens: a[tokens][None]), states[_index(some, v)], bounds)
             o = o.index_copy(0, tokens, out[0])
         after = new if len(some) == len(states) else after.index_copy(0, _index(some, v), new)
     return o, after
 
 
-def _kernel(s: Signature, operands: list[Tensor], S: Tensor, bounds: np.ndarray | None) -> tuple[Tensor, Tensor]:
-    """One call of FLA. Its keywords are written out: it takes unknown ones without a word."""
-    q, k, v, g, beta = (a.contiguous() for a in operands)
-    more: dict[str, Any] = {} if s.chunk_size is None else {"chunk_size": s.chunk_size}
-    if bounds is not None:
-        host = torch.as_tensor(bounds, dtype=torch.int64)
-        more |= {"cu_seqlens": host.to(q.device), "cu_seqlens_cpu": host}
-    if s.has("g") and q.dtype == torch.float32 and products_of_float32() == "float32":  # else products round more
-        _check_falls(g, s.chunk_size or CHUNK, bounds)
-    if s.variant == VARIANTS["KDA"]:
-        from fla.ops.kda import chunk_kda as op
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
-
-        g = g[..., 0]
-    interpreter.repair_imported(op.__module__)
-    return op(q, k, v, g=g, beta=beta, scale=s.scale, initial_state=S.contiguous(), output_final_state=True, **more)
+def _kernel(s: Signature, x: Operands, S: Tensor, bounds: np.ndarray | None) -> tuple[Tensor, Tensor]:
+    """One call of FLA's chunk form; packed sequences have their boundaries on the host too."""
+    if s.has("g") and x.q.dtype == torch.float32 and products_of_float32() == "float32":  # else products round more
+        _check_falls(x.g, chunk_size(s), bounds)
+    host = None if bounds is None else torch.as_tensor(bounds, dtype=torch.int64)
+    return chunked(s, x, S, None if host is None else host.to(S.device), host)

@@ -5,21 +5,17 @@ Importing this module imports neither torch nor triton nor FLA.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from ..spec import torch_tensors
 from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
-from ..spec.variants import VARIANTS
 from . import interpreter
+from .families import chunk_size, family, operand_dtype
+from .versions import missing, versions
 
 __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
-
-VARIANTS_HERE = ("DeltaNet", "GDN", "KDA")
-LARGEST_K = 256
 
 _INVERSE = (
     "flash-linear-attention {} rounds the finished inverse to the inputs' 16 bits: where one key is repeated all its "
@@ -40,29 +36,6 @@ KNOWN = {
 }
 
 
-#: FLA's operands of products that are not in the inputs' dtype when that has 16 bits. A: the scores that it inverts.
-#: KDA's score gradients dA stay float32 too. (Our chunk has X where FLA multiplies on with a rounded dW and dA.)
-WIDE = {"GDN": ("A",), "DeltaNet": ("A",), "KDA": ("A", "dA")}
-
-
-def _missing() -> str | None:
-    """The first package that is not installed, as a sentence."""
-    for module, name in (("torch", "torch"), ("triton", "triton"), ("fla", "flash-linear-attention")):
-        if importlib.util.find_spec(module) is None:
-            return f"{name} is not installed; `pip install 'portable-gdn[gpu]'` brings it."
-    return None
-
-
-def _version() -> str | None:
-    """FLA's version; it comes as one package or, without layers and models, as its core alone."""
-    for name in ("flash-linear-attention", "fla-core"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 class Fla:
     """The backend object; see ``spec.problem.Backend``."""
 
@@ -76,9 +49,9 @@ class Fla:
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
-        missing = _missing()
-        if missing is not None:
-            return missing
+        why = missing()
+        if why is not None:
+            return why
         if interpreter.chosen():
             return f"{interpreter.VARIABLE} is on, so Triton's kernels are interpreted in this process."
         import torch
@@ -91,15 +64,14 @@ class Fla:
         """Why it cannot compute this call, or None."""
         if s.device not in self.devices:
             return f"these tensors are on {s.device}, and it computes on {' and '.join(self.devices)}"
-        if s.variant not in [VARIANTS[name] for name in VARIANTS_HERE]:
-            return f"it has {', '.join(VARIANTS_HERE)}, and this is {s.variant.name}"
-        if s.K > LARGEST_K:
-            return f"FLA's kernels take key dims up to {LARGEST_K}, and K is {s.K}"
+        kind = family(s)
+        if kind.largest_K is not None and kind.largest_K < s.K:
+            return f"FLA's kernels of {s.variant} take key dims up to {kind.largest_K}, and K is {s.K}"
         if s.deterministic and self.times_tiles:
             return "deterministic is True, and FLA chooses its tiles by timing them: bits may differ from run to run"
-        allowed = (32, 64) if s.variant == VARIANTS["KDA"] else (16, 32, 64)
-        if s.chunk_size is not None and s.chunk_size not in allowed:
-            return f"FLA's kernels take chunks of {', '.join(map(str, allowed))}, and chunk_size is {s.chunk_size}"
+        if s.chunk_size is not None and s.chunk_size not in kind.chunks:
+            sizes = ", ".join(map(str, kind.chunks))
+            return f"FLA's kernels of {s.variant} take chunks of {sizes}, and chunk_size is {s.chunk_size}"
         return None
 
     def run(self, problem: Problem) -> Result:
@@ -109,8 +81,14 @@ class Fla:
         return run(problem)
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The result and the operands' cotangents, by autograd."""
-        return torch_tensors.gradients(self.run, problem, cotangents)
+        """The result and the operands' cotangents, by autograd.
+
+        A single token's result is that of the recurrent kernel, which a call that wants no gradient gets.
+        """
+        result, found = torch_tensors.gradients(self.run, problem, cotangents)
+        from .adapter import one_token
+
+        return self.run(problem) if one_token(problem.signature) else result, found
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as torch tensors on this backend's device."""
@@ -132,13 +110,16 @@ class Fla:
 
         It sums gates in base 2. float32 operands enter products as TF32 on a GPU that has it.
         """
-        from .adapter import CHUNK, operand_dtype
-
         dtype, single = operand_dtype(s), self._products_of_float32()
         kept = dict.fromkeys(OPERANDS, single if dtype == "float32" else dtype)
         if dtype != "float32":
-            kept |= dict.fromkeys(WIDE[s.variant.name], single)
-        return Rounding({name: to for name, to in kept.items() if to != "float32"}, s.chunk_size or CHUNK, True)
+            kept |= dict.fromkeys(family(s).wide, single)
+        return Rounding(
+            {name: to for name, to in kept.items() if to != "float32"},
+            chunk_size(s),
+            base2=True,
+            stores=family(s).stores,
+        )
 
     def _products_of_float32(self) -> str:
         """What Triton makes of float32 operands of a product here, if the kernel does not say."""
@@ -148,7 +129,8 @@ class Fla:
 
     def known(self, case: str) -> str | None:
         """What FLA's own kernels are known to get wrong in a case of the proof, with the version that was seen to."""
-        return KNOWN.get((_version(), case))
+        found = versions(("fla",))
+        return KNOWN.get((next(iter(found.values()), None), case))
 
 
 class FlaInterpret(Fla):
@@ -169,7 +151,7 @@ class FlaInterpret(Fla):
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None. (That this process cannot is no reason: a fresh one can.)"""
-        return _missing()
+        return missing()
 
     def refuses(self, s: Signature) -> str | None:
         """Why it cannot compute this call, or None."""

@@ -46,11 +46,12 @@ def test_the_quick_cases_hold_in_a_process_of_their_own():
 def test_every_designed_case_holds_is_refused_or_is_known():
     from portable_gdn.harness.cases import designed, recorded
 
-    report = verify(["fla-interpret"], full=True, cases=[*designed(), *recorded()])
+    cases = [case for case in (*designed(), *recorded()) if case.name != "two rows, tile-grouped"]  # minutes
+    report = verify(["fla-interpret"], full=True, cases=cases)
     assert report.ok, [row for row in report.rows if not row.ok]
     assert {row.case for row in report.rows if not row.judged} <= {"one key, beta 1.998, bfloat16"}
     for item in report.not_run:
-        assert "it has DeltaNet, GDN, KDA" in item.why or "resets (below -104) of single channels" in item.why
+        assert "resets (below -104) of single channels" in item.why
 
 
 FAULTS = """
@@ -63,13 +64,13 @@ from portable_gdn.harness.verify import verify
 kernel = adapter._kernel
 
 def gate_of_another_head(s, x, S, bounds):
-    return kernel(s, [*x[:3], x[3].roll(1, 2), x[4]], S, bounds)
+    return kernel(s, x._replace(g=x.g.roll(1, 2)), S, bounds)
 
 def beta_squared(s, x, S, bounds):
-    return kernel(s, [*x[:4], x[4] ** 2], S, bounds)
+    return kernel(s, x._replace(b=x.b ** 2), S, bounds)
 
 def gradient_of_beta_dropped(s, x, S, bounds):
-    return kernel(s, [*x[:4], x[4].detach()], S, bounds)
+    return kernel(s, x._replace(b=x.b.detach()), S, bounds)
 
 def state_transposed(s, x, S, bounds):
     o, state = kernel(s, x, S, bounds)
@@ -151,9 +152,9 @@ def refused(work):
     else:
         print("not refused")
 rule = lambda **more: lambda: pg.gated_delta_rule(**{**call, **more})
-refused(rule(beta=None))
-refused(rule(g=torch.full((1, 40, 1, 4), -0.1)))
 refused(rule(chunk_size=128))
+refused(rule(g=torch.full((1, 40, 1, 4), -0.1), chunk_size=16))
+refused(rule(beta=None, erase=torch.ones(1, 40, 1, 16), write=torch.ones(1, 40, 1, 16), chunk_size=32))
 refused(rule(q=torch.randn(1, 40, 1, 320), k=torch.randn(1, 40, 1, 320)))
 refused(rule(g=torch.full((1, 40, 1, 16), -200.0)))
 refused(rule(deterministic=True))
@@ -163,7 +164,8 @@ refused(lambda: torch.func.grad(lambda q: rule(q=q)()[0].sum())(x))
 """
     done = python(code, TRITON_INTERPRET="1")
     words = (
-        "this is GLA (scalar)", "this is tile-grouped", "chunk_size is 128", "K is 320",
+        "GDN take chunks of 16, 32, 64, and chunk_size is 128", "tile-grouped take chunks of 32, 64, and",
+        "take chunks of 64, and", "K is 320",
         "resets (below -104) of single", "not refused", "no second derivative", "torch.func",
     )  # fmt: skip
     lines = done.stdout.splitlines()
@@ -264,6 +266,106 @@ def test_pieces_between_resets():
     ]
 
 
+@FLA
+@pytest.mark.slow
+def test_every_variant_holds_and_bounded_gates_take_the_faster_kernels():
+    cases = cases_named(["GLA", "GLA, scalar gate", "linear attention", "GDN-2", "a chunk", "bounded gate, KDA"])
+    report = verify(["fla-interpret"], full=True, cases=cases)
+    assert report.ok, [row for row in report.rows if not row.ok]
+    assert {row.case for row in report.rows if row.judged} == {case.name for case in cases}
+    assert not report.not_run
+
+
+CALLS = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, portable_gdn as pg
+from portable_gdn.gpu import adapter, operations
+torch.manual_seed(0)
+served = []
+for form in ("chunked", "recurrent"):
+    def counted(s, x, *more, form=form, op=getattr(operations, form)):
+        served.append((form, operations.family(s).name, x))
+        return op(s, x, *more)
+    setattr(adapter, form, counted)
+
+def operands(*lead, H=2, HV=2, dtype=torch.float32):
+    x = {"q": torch.randn(*lead, H, 16), "k": torch.randn(*lead, H, 16), "v": torch.randn(*lead, HV, 16)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    return {name: a.to(dtype) for name, a in x.items()} | {"g": -torch.rand(*lead, HV), "beta": torch.rand(*lead, HV)}
+
+def close(call, x, tolerance=1e-5, **more):
+    served.clear()
+    found = call(**x, backend="fla-interpret", **more)
+    for a, b in zip(found, call(**x, backend="torch", **more)):
+        if a is not None:
+            assert (a.float() - b.float()).norm() <= tolerance * b.float().norm(), (a, b)
+
+# gates of one value a head that are not one beta
+x = operands(1, 5)
+del x["beta"]
+close(pg.gated_delta_rule, x | {"erase": torch.rand(1, 5, 2), "write": torch.rand(1, 5, 2)})
+assert [kind for _, kind, _ in served] == ["gdn2"]
+close(pg.gated_delta_rule, x | {"write": torch.rand(1, 5, 2, 16)})
+assert [kind for _, kind, _ in served] == ["gdn2"]
+
+# a single token: the recurrent kernels, and the chunk ones where a gradient is wanted
+forms = {
+    "gdn": {},
+    "kda": {"g": -torch.rand(3, 6, 16)},
+    "gdn2": {"beta": None, "erase": torch.rand(3, 6, 16), "write": torch.rand(3, 6, 16)},
+    "simple_gla": {"beta": None},
+    "gla": {"beta": None, "g": -torch.rand(3, 6, 4)},
+}
+x = operands(3, H=2, HV=6) | {"state": torch.randn(3, 6, 16, 16)}
+for kind, other in forms.items():
+    for qk_l2norm in (False, True):
+        close(pg.gated_delta_rule_step, {**x, **other}, qk_l2norm=qk_l2norm)
+        assert [found[:2] for found in served] == [("recurrent", kind)], served
+half = {name: a.bfloat16() if name in "qkv" else a for name, a in x.items()}
+close(pg.gated_delta_rule_step, half, 4e-3, qk_l2norm=True)
+served.clear()
+q = x["q"].clone().requires_grad_()
+o, _ = pg.gated_delta_rule_step(**{**x, "q": q}, backend="fla-interpret")
+assert [found[:2] for found in served] == [("chunked", "gdn")] and o.requires_grad
+served.clear()
+with torch.no_grad():
+    pg.gated_delta_rule_step(**{**x, "q": q}, backend="fla-interpret")
+assert [found[0] for found in served] == ["recurrent"]
+
+# nothing that FLA can take as it is is copied on its way
+x = operands(1, 5, H=1, HV=2, dtype=torch.bfloat16)
+served.clear()
+pg.gated_delta_rule(**x, backend="fla-interpret")
+given = served[0][2]
+for name in "qkv":
+    assert getattr(given, name).data_ptr() == x[name].data_ptr()
+assert given.b.data_ptr() == x["beta"].data_ptr()
+
+# no gate is looked at where products are rounded, and a reset lets nothing through and has no gradient
+any_ = torch.Tensor.any
+def never(*a):
+    raise AssertionError("waited for the device")
+torch.Tensor.any = never
+x["g"][:, 3] = -float("inf")
+x["g"].requires_grad_()
+o, _ = pg.gated_delta_rule(**x, backend="fla-interpret")
+o.float().sum().backward()
+torch.Tensor.any = any_
+other = {name: a.detach().clone() for name, a in x.items()}
+other["v"][:, :3] += 1
+assert torch.equal(pg.gated_delta_rule(**other, backend="fla-interpret")[0][:, 3:], o[:, 3:])
+assert (x["g"].grad[:, 3] == 0).all() and x["g"].grad.isfinite().all()
+"""
+
+
+@FLA
+@pytest.mark.slow
+def test_what_serves_a_call_and_what_it_is_given():
+    done = python(CALLS)
+    assert done.returncode == 0, done.stderr
+
+
 LAUNCHES = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
@@ -350,7 +452,8 @@ def test_what_it_declares_to_round():
     of = lambda *a, **options: make_signature("torch", "cuda", meta(*a), Options(**options))  # noqa: E731
     interpreted = dispatch.get("fla-interpret")
     assert interpreted.rounding(of("float32")).exact
-    assert interpreted.rounding(of("bfloat16", qk_l2norm=True)).exact
+    assert interpreted.rounding(of("bfloat16", precision="highest")).exact
+    assert set(interpreted.rounding(of("bfloat16", qk_l2norm=True)).operands) == set(OPERANDS) - {"A"}
     gdn, kda = (interpreted.rounding(of("bfloat16", *more)).operands for more in ((), (16,)))
     assert set(OPERANDS) - set(gdn) == {"A"}
     assert set(OPERANDS) - set(kda) == {"A", "dA"}
@@ -362,21 +465,22 @@ def test_what_it_declares_to_round():
 
 def test_a_version_is_found_by_either_name_or_none(monkeypatch):
     from portable_gdn.gpu import backend
+    from portable_gdn.gpu.versions import metadata
 
     def version(installed):
         def found(name):
             if name != installed:
-                raise backend.metadata.PackageNotFoundError(name)
+                raise metadata.PackageNotFoundError(name)
             return "0.6.0"
 
         return found
 
     case = "one key, beta 1.998, bfloat16"
     for installed in ("flash-linear-attention", "fla-core"):
-        monkeypatch.setattr(backend.metadata, "version", version(installed))
+        monkeypatch.setattr(metadata, "version", version(installed))
         assert "error 0.18" in backend.FLA.known(case)
         assert backend.FLA.known("one key, beta 1") is None
-    monkeypatch.setattr(backend.metadata, "version", version(None))
+    monkeypatch.setattr(metadata, "version", version(None))
     assert backend.FLA.known(case) is None
 
 

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import GdnError
-from . import bisect, capture, compare, info, port, record, tpu_report, verify
+from . import bisect, capture, compare, gpu_report, info, port, record, tpu_report, verify
 
 __all__ = ["app", "main"]
 
@@ -28,6 +28,7 @@ app.command()(capture.capture)
 app.command()(port.port)
 app.command()(port.inspect)
 app.command("tpu-report")(tpu_report.tpu_report)
+app.command("gpu-report")(gpu_report.gpu_report)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from ..spec.evaluate import Evaluation, chunk_by_chunk, evaluate, in_another_order
-from ..spec.precision import Rounding, rounded_product
+from ..spec.precision import Rounding, rounded_product, stored_states
 from ..spec.problem import Problem, Signature
 
 __all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "expect", "judge"]
@@ -107,7 +107,10 @@ def expect(problem: Problem, cotangents: Mapping[str, Any], rounding: Rounding, 
             rule = in_another_order(chunk_by_chunk(rounding.chunk_size, base2=rounding.base2), rng)
             run = evaluate(problem, cotangents, rule, np.float32)
         else:
-            run = evaluate(problem, cotangents, chunk_by_chunk(rounding.chunk_size, rounded_product(rounding, rng)))
+            rule = chunk_by_chunk(
+                rounding.chunk_size, rounded_product(rounding, rng), stored=stored_states(rounding, rng)
+            )
+            run = evaluate(problem, cotangents, rule)
         runs.append(tensors(run, s))
     E = {
         name: np.median([by_head(name, run[name].astype(np.float64) - x, s) for run in runs], axis=0)

@@ -9,34 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import dispatch
-from ..spec.errors import GdnError, bad
+from ..spec.errors import GdnError
+from .shapes import OPERATIONS, VARIANTS, Shape, check_shape, operand_shapes
 
 __all__ = ["OPERATIONS", "VARIANTS", "Shape", "TpuReport", "call", "tpu_reports"]
-
-OPERATIONS = ("forward", "backward", "step")
-#: Variants as they are typed, and the granularity of g, erase and write: "head", "channel", "group" or none.
-VARIANTS = {
-    "gdn": ("head", None),
-    "delta": (None, None),
-    "kda": ("channel", None),
-    "gdn2": ("channel", "channel"),
-    "grouped": ("group", None),
-    "gla": ("channel", "none"),
-}
-_DTYPES = ("bfloat16", "float32", "float16")
-
-
-class Shape(NamedTuple):
-    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant."""
-
-    batch: int = 1
-    seqlen: int = 2048
-    heads: int = 16
-    value_heads: int = 16
-    key_dim: int = 128
-    value_dim: int = 128
-    dtype: str = "bfloat16"
-    groups: int = 2
 
 
 class TpuReport(NamedTuple):
@@ -72,20 +48,6 @@ class TpuReport(NamedTuple):
         }
 
 
-def _checked(op: str, variant: str, shape: Shape) -> None:
-    if op not in OPERATIONS:
-        raise bad("--op", repr(op), f"be one of {', '.join(OPERATIONS)}")
-    if variant not in VARIANTS:
-        raise bad("--variant", repr(variant), f"be one of {', '.join(VARIANTS)}")
-    if shape.dtype not in _DTYPES:
-        raise bad("--dtype", repr(shape.dtype), f"be one of {', '.join(_DTYPES)}")
-    for name in ("batch", "seqlen", "heads", "value_heads", "key_dim", "value_dim", "groups"):
-        if getattr(shape, name) < 1:
-            raise bad("--" + name.replace("_", "-"), getattr(shape, name), "be at least 1")
-    if variant == "grouped" and shape.key_dim % shape.groups:
-        raise bad("--groups", shape.groups, f"divide --key-dim, which is {shape.key_dim}")
-
-
 def call(
     op: str, variant: str, shape: Shape, *, precision: str | None = None, fused: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -99,28 +61,16 @@ def call(
 
     from ..api import gated_delta_rule, gated_delta_rule_step
 
-    _checked(op, variant, shape)
+    check_shape(op, variant, shape)
     pallas: Any = dispatch.get("pallas")
     if fused and not getattr(pallas, "inside", ()):
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
     if fused and (op != "forward" or variant != "gdn"):
         raise GdnError("--fused is for --op forward and --variant gdn: no other kernel has the prologue inside yet.")
-    B, T, H, HV, K, V, dtype, n = shape
-    decay, gates = VARIANTS[variant]
-    time = () if op == "step" else (T,)
-
-    def array(*dims: int, of: str = "float32") -> Any:
-        return jax.ShapeDtypeStruct((B, *time, *dims), getattr(jnp, of))
-
-    x = {"q": array(H, K, of=dtype), "k": array(H, K, of=dtype), "v": array(HV, V, of=dtype)}
-    if decay is not None:
-        x["g"] = array(HV, *{"head": (), "channel": (K,), "group": (n,)}[decay])
-    if gates is None:
-        x["beta"] = array(HV)
-    elif gates == "channel":
-        x |= {"erase": array(HV, K), "write": array(HV, V)}
+    given = operand_shapes(op, variant, shape)
+    x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
     if op == "step":
-        state = jax.ShapeDtypeStruct((B, HV, K, V), jnp.float32)
+        state = jax.ShapeDtypeStruct((shape.batch, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32)
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
 
     if fused:

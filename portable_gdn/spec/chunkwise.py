@@ -114,8 +114,12 @@ def backward_chunk(
     dS: Array,
     starts: Array | None = None,
     decay: Decay = st.decay,
+    stored: Callable[[Array, str], Array] = lambda x, name: x,
 ) -> ChunkGradients:
-    """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V]."""
+    """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V].
+
+    ``stored``: what is left of S or dS, named so, where they are read back outside of a product.
+    """
     T, Aqk, Vn = saved
     channels = k.shape[-1]
     tr = lambda x: st.transpose(xp, x)  # noqa: E731
@@ -145,7 +149,8 @@ def backward_chunk(
     # cancels: under strong decays the true dg is far smaller than q dq or k dk.
     dq, de, dk, dg = _pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
     groups = g.shape[-1]
-    through = st.over_groups(xp, tr(kept * xp.sum(S * dS, axis=-1, keepdims=True)), groups)
+    passing = kept * xp.sum(stored(S, "S") * stored(dS, "dS"), axis=-1, keepdims=True)
+    through = st.over_groups(xp, tr(passing), groups)
     dg = (
         dg
         + through

@@ -348,7 +348,12 @@ def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tup
 
 
 def chunk_by_chunk(
-    chunk_size: int = 64, product: Product = matmul, fused: bool = True, stages: Any = None, base2: bool = False
+    chunk_size: int = 64,
+    product: Product = matmul,
+    fused: bool = True,
+    stages: Any = None,
+    base2: bool = False,
+    stored: Callable[[np.ndarray, str], np.ndarray] = lambda x, name: x,
 ) -> CoreRule:
     """The rule by the stages, as a ``CoreRule``.
 
@@ -358,12 +363,15 @@ def chunk_by_chunk(
         fused: Vn straight from the state, as fast backends do; else by all seven stages (forward only differs).
         stages: another module of the seven stages, to test what a fault in one of them does.
         base2: sums of decays as ``Rounding.base2`` has them; ``fused`` only.
+        stored: as ``chunkwise.backward_chunk`` takes it.
     """
     namespace, sums = (PowersOf2(), decay_base2) if base2 else (xp, decay)
 
     def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
         def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:
-            return chunkwise.backward_chunk(namespace, product, *part[:6], S, scale, saved, dO, dS, decay=sums)
+            return chunkwise.backward_chunk(
+                namespace, product, *part[:6], S, scale, saved, dO, dS, decay=sums, stored=stored
+            )
 
         T = x.q.shape[2]
         S, o, kept = x.S, [], []

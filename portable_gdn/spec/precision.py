@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BITS", "DEFAULT", "FAST", "HIGHEST", "OPERANDS", "PRECISIONS", "Rounding", "rounded_product"]
+__all__ = [
+    "BITS",
+    "DEFAULT",
+    "FAST",
+    "HIGHEST",
+    "OPERANDS",
+    "PRECISIONS",
+    "Rounding",
+    "rounded_product",
+    "stored_states",
+]
 
 PRECISIONS = ("highest", "default", "fast")
 
@@ -31,11 +41,14 @@ class Rounding:
 
     Accumulation and state are float32 always. ``chunk_size`` is the chunk in which the sums run. ``base2``: a chunk's
     finished sums of decays are multiplied by log2(e), which rounds them once more, and decays are powers of 2.
+    ``stores``: S and dS are kept between chunks as rounded as they enter products, so that a decay's gradient, in which
+    they meet outside of any product, sees them so.
     """
 
     operands: Mapping[str, str] = field(default_factory=dict)
     chunk_size: int = 64
     base2: bool = False
+    stores: bool = False
 
     def __post_init__(self) -> None:
         for name, kept in self.operands.items():
@@ -58,7 +71,7 @@ class Rounding:
 
     def key(self) -> tuple[Any, ...]:
         """A hashable form."""
-        return (tuple(sorted(self.operands.items())), self.chunk_size, self.base2)
+        return (tuple(sorted(self.operands.items())), self.chunk_size, self.base2, self.stores)
 
 
 _INPUTS = ("q", "k", "S", "dO", "dS")
@@ -75,6 +88,16 @@ def stochastic_round(x: np.ndarray, bits: int, rng: np.random.Generator) -> np.n
     scaled = np.ldexp(significand, bits)
     with np.errstate(invalid="ignore"):
         return np.ldexp(np.floor(scaled + rng.random(x.shape)), exponent - bits)
+
+
+def stored_states(rounding: Rounding, rng: np.random.Generator) -> Any:
+    """What is left of S or dS in memory, as declared; see ``chunkwise.backward_chunk``."""
+
+    def stored(x: np.ndarray, name: str) -> np.ndarray:
+        kept = rounding.operands.get(name, "float32") if rounding.stores else "float32"
+        return x if kept == "float32" else stochastic_round(x, BITS[kept], rng)
+
+    return stored
 
 
 def rounded_product(rounding: Rounding, rng: np.random.Generator) -> Any:

@@ -15,7 +15,7 @@ from .problem import Signature
 from .sequences import layout, segment_starts
 from .stages import Array, Namespace
 
-__all__ = ["Prepared", "finish", "prepare", "swap_state"]
+__all__ = ["Prepared", "finish", "gates", "masked", "prepare", "starts", "swap_state"]
 
 
 class Prepared(NamedTuple):
@@ -49,29 +49,68 @@ def swap_state(xp: Namespace, s: Signature, state: Array) -> Array:
     return xp.matrix_transpose(state) if s.state_layout == "vk" else state
 
 
+def masked(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Array:
+    """An operand with tokens [B, T, ...] in its own dtype, masked tokens 0 whatever they held."""
+    a, mask = x[name], x.get("mask")
+    a = a[:, None] if s.step else a
+    if mask is None:
+        return a
+    keep = xp.reshape(mask, (*mask.shape, *(1,) * (a.ndim - 2)))
+    return xp.where(keep, a, xp.zeros_like(a))
+
+
+def _real(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Array:
+    """The same in float32."""
+    return masked(xp, s, {**x, name: xp.astype(x[name], xp.float32, copy=False)}, name)
+
+
+def _parameter(xp: Namespace, x: Mapping[str, Array], name: str) -> Array | None:
+    """An operand without tokens, in float32, or None."""
+    return None if name not in x else xp.astype(x[name], xp.float32, copy=False)
+
+
+def gates(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> tuple[Array | None, Array | None, Array | None]:
+    """g [B, T, HV, n], b [B, T, HV, 1 or K] and w [B, T, HV, 1 or V] in float32, None for what the call leaves out.
+
+    With a beta, b and w are one array.
+    """
+    g = None
+    if s.has("g"):
+        g = xp.reshape(_real(xp, s, x, "g"), (s.B, s.T, s.HV, s.groups))
+        if s.gate is not None:
+            A, bias = _parameter(xp, x, "A_log"), _parameter(xp, x, "dt_bias")
+            g = activate_gate(
+                xp,
+                g,
+                None if A is None else A[:, None],
+                None if bias is None else xp.reshape(bias, (s.HV, s.groups)),
+                s.gate.lower_bound,
+            )
+            if "mask" in x:
+                g = xp.where(x["mask"][..., None, None], g, xp.zeros_like(g))
+    if s.has("beta"):
+        b = w = _real(xp, s, x, "beta")[..., None]
+    else:
+        b, w = (
+            None if name not in x else xp.reshape(_real(xp, s, x, name), (s.B, s.T, s.HV, -1 if s.B * s.T else 1))
+            for name in ("erase", "write")
+        )
+    return g, b, w
+
+
 def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
     """Operands of the bare rule from those of the call. T must not be 0."""
     mask = x.get("mask")
-
-    def real(name: str) -> Array:
-        """An operand with tokens, in float32, masked tokens 0 whatever they held."""
-        a = xp.astype(x[name], xp.float32, copy=False)
-        a = a[:, None] if s.step else a
-        if mask is None:
-            return a
-        keep = xp.reshape(mask, (*mask.shape, *(1,) * (a.ndim - 2)))
-        return xp.where(keep, a, xp.zeros_like(a))
-
-    parameter = lambda name: None if name not in x else xp.astype(x[name], xp.float32, copy=False)  # noqa: E731
+    real = lambda name: _real(xp, s, x, name)  # noqa: E731
     conv_state = None
     if s.conv is None:
         q, k, v = real("q"), real("k"), real("v")
     else:
         channels = real("qkv") if s.conv.fused else xp.concat([real("q"), real("k"), real("v")], axis=-1)
         place = layout(xp, channels, x.get("cu_seqlens"), x.get("segment_ids"), mask)
-        before = parameter("conv_state")
-        weight = xp.reshape(parameter("conv_weight"), (s.conv.channels, s.conv.width))
-        y = convolve(xp, channels, weight, parameter("conv_bias"), s.conv.activation, place, before)
+        before = _parameter(xp, x, "conv_state")
+        weight = xp.reshape(_parameter(xp, x, "conv_weight"), (s.conv.channels, s.conv.width))
+        y = convolve(xp, channels, weight, _parameter(xp, x, "conv_bias"), s.conv.activation, place, before)
         conv_state = final_state(xp, channels, place, before, s.conv.width)
         if mask is not None:
             y = xp.where(mask[..., None], y, xp.zeros_like(y))
@@ -81,29 +120,12 @@ def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
         v = xp.reshape(y[..., 2 * keys :], (s.B, s.T, s.HV, s.V))
     if s.qk_l2norm:
         q, k = l2norm(xp, q), l2norm(xp, k)
-
-    if s.has("g"):
-        g = xp.reshape(real("g"), (s.B, s.T, s.HV, s.groups))
-        if s.gate is not None:
-            A, bias = parameter("A_log"), parameter("dt_bias")
-            g = activate_gate(
-                xp,
-                g,
-                None if A is None else A[:, None],
-                None if bias is None else xp.reshape(bias, (s.HV, s.groups)),
-                s.gate.lower_bound,
-            )
-            if mask is not None:
-                g = xp.where(mask[..., None, None], g, xp.zeros_like(g))
-    else:
-        g = xp.zeros_like(v[..., :1])
-    if s.has("beta"):
-        b = w = real("beta")[..., None]
-    else:
-        b, w = (
-            None if name not in x else xp.reshape(real(name), (s.B, s.T, s.HV, -1 if s.B * s.T else 1))
-            for name in ("erase", "write")
-        )
-    starts = segment_starts(xp, x["segment_ids"], mask) if s.has("segment_ids") else None
+    g, b, w = gates(xp, s, x)
+    g = xp.zeros_like(v[..., :1]) if g is None else g
     S = swap_state(xp, s, x["initial_state"]) if s.has("initial_state") else None
-    return Prepared(q, k, v, g, b, w, S, starts, conv_state)
+    return Prepared(q, k, v, g, b, w, S, starts(xp, s, x), conv_state)
+
+
+def starts(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Array | None:
+    """Where a segment other than a row's first begins [B, T], or None without segments."""
+    return segment_starts(xp, x["segment_ids"], x.get("mask")) if s.has("segment_ids") else None

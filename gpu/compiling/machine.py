@@ -1,0 +1,119 @@
+"""Make this process believe that a GPU of some architecture is here, as far as choosing and compiling kernels goes.
+
+Nothing can be launched: the driver knows its target and nothing else. FLA asks torch and the driver for the device when
+it is imported, so this must come before, in a process that does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .targets import Target
+
+__all__ = ["compile_launches", "pretend"]
+
+
+class _Utilities:
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": self._target.shared, "multiprocessor_count": self._target.processors,
+            "max_num_regs": 65536, "warpSize": self._target.warp,
+        }  # fmt: skip
+
+
+class _Driver:
+    """Triton's driver of a device that is not here."""
+
+    launcher_cls = None
+
+    def __init__(self, target: Target) -> None:
+        self._target = target.triton()
+        self.utils = _Utilities(target)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        import torch
+
+        return torch.cuda
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        return lambda *args, **options: [0.0] * 3
+
+
+def pretend(target: Target) -> None:
+    """Give Triton a driver, and torch the answers, of such a device."""
+    import torch
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(target))
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda *device: target.capability
+    cuda.get_device_name = lambda *device: target.device
+    cuda.device_count = lambda: 1
+
+
+@contextlib.contextmanager
+def compile_launches(found: Callable[[str, dict[str, Any], Any, str], None], all_configs: bool) -> Iterator[None]:
+    """Compile what would be launched, and launch nothing.
+
+    Args:
+        found: called with (kernel, configuration, what Triton compiled or the exception, what the assembler printed)
+            of each launch; what was compiled before has nothing printed.
+        all_configs: every configuration of an autotuned kernel, and not the first alone.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    from .usage import assembler_log
+
+    launch, time_config, on_disk = JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        tiles = {name: options[name] for name in self.arg_names if name in options and _is_tile(name)}
+        config = tiles | {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        try:
+            with assembler_log() as log:
+                compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        except Exception as error:
+            found(self.fn.__name__, config, error, "")
+            raise
+        found(self.fn.__name__, config, compiled, log.text)
+        return compiled
+
+    def try_config(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if all_configs:
+            try:
+                self.fn.run(*args, **meta, **config.all_kwargs())
+            except Exception:  # found above; autotuning passes such a configuration over too
+                return [float("inf")] * 3
+        return [0.0] * 3
+
+    JITFunction.run, Autotuner._bench = compile_only, try_config
+    Autotuner.check_disk_cache = lambda self, key, configs, bench: (bench(), False)[1]
+    try:
+        yield
+    finally:
+        JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache = launch, time_config, on_disk
+
+
+def _is_tile(name: str) -> bool:
+    """Whether a constant of a kernel is a tile's size, by the names that are customary: BT, BK, BLOCK_M, ...."""
+    return len(name) > 1 and name.startswith("B") and name.isupper()

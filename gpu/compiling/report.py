@@ -1,0 +1,107 @@
+"""What a compiled kernel takes, as figures, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["CompileReport", "KernelReport"]
+
+
+class KernelReport(NamedTuple):
+    """One kernel in one configuration.
+
+    Attributes:
+        name: of the kernel's function.
+        config: what its launch chose: tile sizes, warps, stages.
+        registers: a thread; on AMD vector registers, accumulation registers included.
+        stack: bytes of local memory a thread; spills are in it.
+        spill_stores, spill_loads: bytes a thread (NVIDIA), or registers (AMD, where both are one number).
+        shared: bytes a block. limit: the most there is.
+        matrix: matrix instructions in the code, by kind.
+        failed: why it does not compile, or None; all figures are then 0.
+        phase: which part of a call launched it.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    registers: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    shared: int = 0
+    limit: int = 0
+    matrix: Mapping[str, int] = {}
+    failed: str | None = None
+    phase: str = ""
+
+    @property
+    def launches(self) -> bool:
+        """Whether a GPU of this architecture can launch it."""
+        return self.failed is None and self.shared <= self.limit
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers go to memory because there are too few."""
+        return self.spill_stores + self.spill_loads > 0
+
+    @property
+    def mark(self) -> str:
+        """What is wrong with it, in a word or two."""
+        if self.failed is not None:
+            return "does not compile"
+        if not self.launches:
+            return "cannot launch"
+        return "spills" if self.spills else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "config": dict(self.config), "matrix": dict(self.matrix), "launches": self.launches}
+
+
+class CompileReport(NamedTuple):
+    """Kernels compiled for an architecture, with the versions that compiled them."""
+
+    arch: str
+    kernels: tuple[KernelReport, ...]
+    versions: Mapping[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "arch": self.arch,
+            "versions": dict(self.versions),
+            "kernels": [kernel.as_dict() for kernel in self.kernels],
+            "total": {
+                "kernels": len(self.kernels),
+                "cannot_launch": sum(k.failed is None and not k.launches for k in self.kernels),
+                "do_not_compile": sum(k.failed is not None for k in self.kernels),
+                "spill": sum(k.spills for k in self.kernels),
+            },
+        }
+
+    def __str__(self) -> str:
+        made = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines, phase = [f"{self.arch}, {made}"], ""
+        for k in self.kernels:
+            if k.phase != phase:
+                phase = k.phase
+                lines += ["", phase]
+            config = " ".join(f"{name}={value}" for name, value in k.config.items())
+            lines.append(f"  {k.name} ({config}){': ' + k.mark if k.mark else ''}")
+            if k.failed is not None:
+                lines.append(f"    {k.failed}")
+                continue
+            matrix = ", ".join(f"{n} {kind}" for kind, n in k.matrix.items()) or "none"
+            spills = f"{k.spill_stores} stored, {k.spill_loads} loaded" if k.spills else "none"
+            lines.append(
+                f"    registers {k.registers}, stack {k.stack}, spills {spills}; "
+                f"shared {k.shared:,} of {k.limit:,}; matrix instructions {matrix}"
+            )
+        total = self.as_dict()["total"]
+        lines += [
+            "",
+            f"{total['kernels']} kernels: {total['do_not_compile']} do not compile, {total['cannot_launch']} want more "
+            f"shared memory than there is, {total['spill']} spill (stack, spills: bytes a thread, or registers on AMD)",
+        ]
+        return "\n".join(lines)

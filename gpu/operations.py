@@ -1,0 +1,127 @@
+"""FLA's operations: which one computes a call, what it takes, and one call of it.
+
+| family | calls | heads | decay |
+|---|---|---|---|
+| gdn | beta, and one decay a head or none | HV a multiple of H | by head, zeros for DeltaNet |
+| kda | beta, and finer decays | HV a multiple of H | by channel |
+| gdn2 | erase and write gates of their own | q and k repeated to HV | by channel |
+| gla | neither gate, finer decays | q and k repeated to HV | by channel |
+| simple_gla | neither gate, one decay a head or none | q and k repeated to HV | by head |
+
+Decays of groups are repeated to their channels, and so are gates that FLA wants by channel. The recurrent forms take
+HV heads where the chunk forms do; they have no gradient, or none worth having, and serve calls of one token that want
+none.
+
+FLA takes unknown keywords without a word, so they are written out here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from ..spec.gates import L2_EPS, l2norm
+from ..spec.problem import Signature
+from . import interpreter
+from .families import Family, family
+
+__all__ = ["Operands", "chunked", "fitted", "normalised", "recurrent"]
+
+
+class Operands(NamedTuple):
+    """Of the bare rule: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, n]; b and w [B, T, HV, ...] or None.
+
+    b and w are the erase and the write gate; where the call has a beta, b [B, T, HV, 1] is both, and w is None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor | None
+    w: Tensor | None
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Operands:
+        """The same of what f makes of each."""
+        return Operands(*(None if a is None else f(a) for a in self))
+
+
+def fitted(s: Signature, x: Operands) -> Operands:
+    """Heads repeated, and gates by channel, as far as this call's operation wants them.
+
+    GDN-2's kernels multiply its gates with k and v in the dtype of those.
+    """
+    kind = family(s)
+    q, k, v, g, b, w = x
+    if not kind.grouped and s.HV > s.H:
+        q, k = (a.repeat_interleave(s.HV // s.H, 2) for a in (q, k))
+    if kind.by_channel and g.shape[-1] < s.K:
+        g = g.repeat_interleave(s.K // g.shape[-1], -1)
+    if kind.name == "gdn2":
+        b = v.new_zeros(()).expand(*g.shape[:3], s.K) if b is None else b.to(v.dtype).expand(*b.shape[:3], s.K)
+        w = v.new_ones(()).expand(v.shape) if w is None else w.to(v.dtype).expand(v.shape)
+    return Operands(q, k, v, g, b, w)
+
+
+def _gates(kind: Family, x: Operands) -> dict[str, Tensor]:
+    """Decay and gates by FLA's names."""
+    if kind.name == "gdn2":
+        return {"g": x.g, "b": _there(x.b), "w": _there(x.w)}
+    g = x.g if kind.by_channel else x.g[..., 0]
+    return {"g": g} if x.b is None else {"g": g, "beta": x.b[..., 0]}
+
+
+def _there(a: Tensor | None) -> Tensor:
+    assert a is not None
+    return a
+
+
+def _operation(kind: Family, name: str) -> Any:
+    op = getattr(importlib.import_module(kind.module), name)
+    interpreter.repair_imported(kind.module)
+    return op
+
+
+def chunked(s: Signature, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host: Tensor | None) -> Any:
+    """o [B, T, HV, V] and the final states, by the chunk form; ``x`` fitted, boundaries on the device and the host."""
+    kind = family(s)
+    op = _operation(kind, kind.chunk)
+    given = {"q": x.q, "k": x.k, "v": x.v, **_gates(kind, x), "initial_state": S}
+    more: dict[str, Any] = {} if s.chunk_size is None or kind.name == "gla" else {"chunk_size": s.chunk_size}
+    if kind.safe and s.gate is not None and s.gate.lower_bound is not None:  # no gate is below -5
+        more["safe_gate"] = True
+    if cu_seqlens is not None:
+        more |= {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": host}
+    given = {name: a.contiguous() for name, a in given.items()}
+    return op(**given, scale=s.scale, output_final_state=True, **more)
+
+
+def recurrent(s: Signature, x: Operands, S: Tensor, raw: bool) -> Any:
+    """o [B, T, HV, V] and the final states, token by token, all in float32; without gradients.
+
+    ``raw``: q and k are still to be normalised.
+    """
+    kind = family(s)
+    op = _operation(kind, kind.recurrent)
+    more: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if raw else {}
+    if raw and x.b is None:  # GLA's kernels have no norm
+        x, more = x._replace(q=l2norm(xp, x.q.float()), k=l2norm(xp, x.k.float())), {}
+    gates = _gates(kind, x)
+    if kind.name == "gla":
+        gates["gk"] = gates.pop("g")
+    given = {"q": x.q, "k": x.k, "v": x.v, **gates, "initial_state": S}
+    given = {name: a.contiguous() for name, a in given.items()}
+    with torch.no_grad():
+        return op(**given, scale=s.scale, output_final_state=True, **more)
+
+
+def normalised(x: Operands) -> Operands:
+    """q and k normalised by FLA's kernel, in float32 and then rounded to their dtype."""
+    from fla.modules.norm.l2norm import l2norm as op
+
+    return x._replace(q=op(x.q, eps=L2_EPS), k=op(x.k, eps=L2_EPS))

@@ -1,0 +1,70 @@
+"""``portable-gdn gpu-report``: what FLA's kernels take on a GPU, from the GPU's compiler on this CPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..gpu.compiling.targets import TARGETS
+from ..harness.gpu_report import gpu_reports
+from ..harness.shapes import OPERATIONS, VARIANTS, Shape
+from ..spec.errors import GdnError
+from .output import console, print_json, progress_bar
+
+__all__ = ["gpu_report"]
+
+
+def gpu_report(
+    arch: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}, or all.")] = "sm_90",
+    op: Annotated[str, typer.Option(help=f"Of {', '.join(OPERATIONS)}, with commas.")] = "forward,backward",
+    variant: Annotated[str, typer.Option(help=f"Of {', '.join(VARIANTS)}, with commas.")] = "gdn,kda",
+    groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
+    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
+    no_l2norm: Annotated[bool, typer.Option("--no-l2norm", help="Without the norm of q and k.")] = False,
+    batch: Annotated[int, typer.Option()] = Shape().batch,
+    seqlen: Annotated[int, typer.Option()] = Shape().seqlen,
+    heads: Annotated[int, typer.Option(help="Key heads.")] = Shape().heads,
+    value_heads: Annotated[int | None, typer.Option(help="As many as key heads, if not given.")] = None,
+    key_dim: Annotated[int, typer.Option()] = Shape().key_dim,
+    value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
+    all_configs: Annotated[bool, typer.Option("--all-configs", help="All that autotuning would try.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Compile every kernel that calls launch on a GPU, without one, and report registers, spills and shared memory."""
+    archs = list(TARGETS) if arch == "all" else [arch]
+    shape = Shape(
+        batch, seqlen, heads, heads if value_heads is None else value_heads, key_dim, value_dim, dtype, groups
+    )
+    with progress_bar("compile") as update:
+        update(" ".join(archs), 0, None)
+        found = gpu_reports(
+            _words(op),
+            _words(variant),
+            shape,
+            archs,
+            precision=precision,
+            l2norm=not no_l2norm,
+            all_configs=all_configs,
+            progress=lambda name: update(name, 0, None),
+        )
+    reports = [r for r in found if not isinstance(r, GdnError)]
+    failed = {name: r for name, r in zip(archs, found, strict=True) if isinstance(r, GdnError)}
+    if not reports:
+        raise next(iter(failed.values()))
+    if as_json and arch != "all":
+        print_json(reports[0].as_dict())
+    elif as_json:
+        print_json({"reports": [r.as_dict() for r in reports], "failed": {name: str(e) for name, e in failed.items()}})
+    else:
+        for report in reports:
+            console.print(str(report), markup=False, soft_wrap=True)
+        for name, error in failed.items():
+            console.print(f"{name}: {error}", markup=False)
+    if any(k.failed for r in reports for k in r.kernels) or failed:
+        raise typer.Exit(1)
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",")))

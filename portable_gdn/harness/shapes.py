@@ -1,0 +1,68 @@
+"""A call of the rule by its dimensions alone, for reports that compile it and compute nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..spec.errors import bad
+
+__all__ = ["DTYPES", "OPERATIONS", "VARIANTS", "Shape", "check_shape", "operand_shapes"]
+
+OPERATIONS = ("forward", "backward", "step")
+#: Variants as they are typed, and the granularity of g, erase and write: "head", "channel", "group" or none.
+VARIANTS = {
+    "gdn": ("head", None),
+    "delta": (None, None),
+    "kda": ("channel", None),
+    "gdn2": ("channel", "channel"),
+    "grouped": ("group", None),
+    "gla": ("channel", "none"),
+}
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+class Shape(NamedTuple):
+    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant."""
+
+    batch: int = 1
+    seqlen: int = 2048
+    heads: int = 16
+    value_heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    groups: int = 2
+
+
+def check_shape(op: str, variant: str, shape: Shape) -> None:
+    """Check what was typed.
+
+    Raises:
+        GdnError: an operation, variant, dtype or dimension that there is not.
+    """
+    if op not in OPERATIONS:
+        raise bad("--op", repr(op), f"be one of {', '.join(OPERATIONS)}")
+    if variant not in VARIANTS:
+        raise bad("--variant", repr(variant), f"be one of {', '.join(VARIANTS)}")
+    if shape.dtype not in DTYPES:
+        raise bad("--dtype", repr(shape.dtype), f"be one of {', '.join(DTYPES)}")
+    for name in ("batch", "seqlen", "heads", "value_heads", "key_dim", "value_dim", "groups"):
+        if getattr(shape, name) < 1:
+            raise bad("--" + name.replace("_", "-"), getattr(shape, name), "be at least 1")
+    if variant == "grouped" and shape.key_dim % shape.groups:
+        raise bad("--groups", shape.groups, f"divide --key-dim, which is {shape.key_dim}")
+
+
+def operand_shapes(op: str, variant: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each operand of the rule by name, the state left out; float32 but for q, k and v."""
+    B, T, H, HV, K, V, dtype, n = shape
+    decay, gates = VARIANTS[variant]
+    lead = (B,) if op == "step" else (B, T)
+    x = {"q": ((*lead, H, K), dtype), "k": ((*lead, H, K), dtype), "v": ((*lead, HV, V), dtype)}
+    if decay is not None:
+        x["g"] = (*lead, HV, *{"head": (), "channel": (K,), "group": (n,)}[decay]), "float32"
+    if gates is None:
+        x["beta"] = (*lead, HV), "float32"
+    elif gates == "channel":
+        x |= {"erase": ((*lead, HV, K), "float32"), "write": ((*lead, HV, V), "float32")}
+    return x
