@@ -245,7 +245,12 @@ def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Ite
 
 def as_json(rounding: Rounding) -> dict[str, Any]:
     """The arguments that make a rounding."""
-    return {"operands": dict(rounding.operands), "chunk_size": rounding.chunk_size, "base2": rounding.base2}
+    return {
+        "operands": dict(rounding.operands),
+        "chunk_size": rounding.chunk_size,
+        "base2": rounding.base2,
+        "stores": rounding.stores,
+    }
 
 
 def one_thread() -> None:
