@@ -53,7 +53,10 @@ for call in calls:
         x["cu_seqlens"] = shape(N + 1, dtype=jnp.int32)
     rule = lambda x: pg.gated_delta_rule(
         **x, output_final_state=True, chunk_size=call.get("chunk_size"), precision=call.get("precision"))
-    compiled = compile_for(chip_named(chip), rule, x)
+    function = rule
+    if call.get("grad"):
+        function = lambda x: jax.vjp(lambda x: rule(x), x)[1]((x["v"], x["initial_state"]))
+    compiled = compile_for(chip_named(chip), function, x)
     print(json.dumps({"kernels": compiled.as_text().count("tpu_custom_call"), "call": call}), flush=True)
 """
 
@@ -78,8 +81,15 @@ CALLS = [
     {**PLAIN, "variant": "grouped", "H": 1, "HV": 2, "K": 256, "V": 256, "T": 256},
     {**PLAIN, "variant": "grouped", "K": 24, "V": 16, "T": 130},
     {**PLAIN, "variant": "GLA", "T": 64, "precision": "fast"},
+    *(
+        {**call, "grad": True}
+        for call in (
+            PLAIN, {**PLAIN, "N": 5, "T": 500}, {**PLAIN, "K": 100, "V": 48, "T": 130, "dtype": "float32"},
+            {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65},
+        )
+    ),
     {**PLAIN, "H": 1, "HV": 8, "chunk_size": 256},
-]
+]  # fmt: skip
 
 
 def compile_in_a_child(chip, calls):
@@ -102,5 +112,6 @@ def test_compiles_for(chip):
 
 
 def test_compiles_for_one_chip():
-    """Both kernels."""
-    assert all(n >= 1 for n in compile_in_a_child("v6e", CALLS[:2]))
+    """Every kernel."""
+    calls = [*CALLS[:2], {**PLAIN, "N": 5, "T": 500, "grad": True}]
+    assert compile_in_a_child("v6e", calls) == [1, 1, 2]

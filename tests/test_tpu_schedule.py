@@ -652,7 +652,6 @@ def test_the_command_line(tmp_path):
     assert [r["chip"] for r in json.loads(done.stdout)["reports"]] == list(CHIPS)
     for more, words in (
         (["--op", "step"], "'xla' runs a step"),
-        (["--op", "backward"], "no Pallas kernel computes the backward pass yet"),
         (["--variant", "kda"], "this is KDA"),
         (["--fused", "--variant", "kda"], "--fused is for --op forward and --variant gdn"),
         (["--chip", "v9"], "must be one of v4"),

@@ -17,15 +17,16 @@ import numpy as np
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
-from .plan import TABLE_LIMIT, VMEM_LIMIT, plan
+from .plan import TABLE_LIMIT, VMEM_LIMIT, backward_plan, plan
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
 
 #: "tpu" chooses the interpreter that models a TPU's memories, and finds races, stray reads and unwritten memory.
 INTERPRETER = "PORTABLE_GDN_PALLAS_INTERPRET"
 
-#: What enters the kernel's products. W is not among them: the kernel never forms it.
-_OPERANDS = ("q", "k", "S", "A", "T", "R", "Aqk", "Vn")
+#: What enters the products of the kernels, forward and backward. W is not among them: no kernel forms it.
+_FORWARD = ("q", "k", "S", "A", "T", "R", "Aqk", "Vn")
+_BACKWARD = ("dO", "dS", "dVn", "X", "dA")
 
 
 @cache
@@ -49,7 +50,7 @@ class Pallas:
     auto = True
     priority = 20
     slow = False
-    remark = "gradients by xla"
+    remark = "gradients by xla where gates are given by channel or group"
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
     #: Stages that its kernel never forms: ``probe`` derives them with its own solver.
@@ -105,15 +106,20 @@ class Pallas:
         return False
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable through the xla backend. With ``elsewhere``, XLA chooses for traced operands."""
+        """Compute; differentiable. With ``elsewhere``, XLA chooses for traced operands."""
         from .calls import compute
 
         s, x = problem
         return Result(*compute(s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, x))
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The kernel's result, and the operands' cotangents by the xla backend."""
-        return self.run(problem), _xla().gradients(problem, cotangents)[1]
+        """The result and the operands' cotangents, in one compiled program."""
+        from .calls import compute_gradients
+
+        s, x = problem
+        choose = self.elsewhere is not None
+        result, found = compute_gradients(s, self._interpret(), self.stages, _by_xla, choose, x, dict(cotangents))
+        return Result(*result), found
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The stages of every chunk, by name; see ``calls.probe``. For calls without packed sequences."""
@@ -132,11 +138,10 @@ class Pallas:
         return np.asarray(array)
 
     def rounding(self, signature: Signature) -> Rounding:
-        """What the kernel rounds, and on a TPU what xla's gradients round there."""
+        """What the kernels round; gradients of other variants are xla's, which rounds nothing on a CPU."""
         kept = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision]
-        if signature.device == "cpu":  # where xla rounds nothing
-            kept = {name: format for name, format in kept.items() if name in _OPERANDS}
-        return Rounding(kept, plan(signature).C)
+        names = _FORWARD if signature.device == "cpu" and backward_plan(signature) is None else _FORWARD + _BACKWARD
+        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature).C)
 
 
 class Alone(Pallas):

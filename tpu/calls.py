@@ -9,24 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ..spec.errors import bad
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.problem import Signature
-from ..spec.prologue import finish, prepare, swap_state
+from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
-from .kernels.forward import forward
+from .kernels.backward import backward
+from .kernels.forward import PROBED, forward
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels
 from .kernels.pipeline import forward as pipelined
-from .plan import Core, Pipeline, pipeline, plan
+from .plan import Core, Pipeline, Plan, backward_plan, pipeline, plan
 
-__all__ = ["compute", "probe"]
+__all__ = ["STATES", "compute", "compute_gradients", "probe"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
 
-#: Computes the same call without the kernel: where there is no TPU, and for gradients.
+#: The name of the states between chunks, for policies of ``jax.checkpoint``.
+STATES = "gated_delta_rule_states"
+
+#: Computes the same call without the kernels: where there is no TPU, and for second derivatives.
 Other = Callable[[Signature, dict[str, Array]], Outputs]
 
 
@@ -39,70 +44,210 @@ def compute(
     Args:
         interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
         stages: the functions that the kernel is made of.
-        other: differentiated for gradients; and if ``choose``, what the compiler takes for anything but a TPU.
+        other: if ``choose``, what the compiler takes for anything but a TPU; and differentiated for second derivatives,
+            and where there is no backward kernel for the call.
         choose: leave it to the compiler which of both to take, where the operands are traced and not interpreted.
     """
     return _call(s, interpret, stages, other, choose, operands)
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def compute_gradients(
+    s: Signature,
+    interpret: Any,
+    stages: Any,
+    other: Other,
+    choose: bool,
+    operands: dict[str, Array],
+    cotangents: dict[str, Array],
+) -> tuple[Outputs, dict[str, Array]]:
+    """The same, and the cotangents of the float operands from those of "o" and "state"; missing ones are zeros."""
+
+    def outputs(smooth: dict[str, Array]) -> tuple[dict[str, Array], Outputs]:
+        result = _call(s, interpret, stages, other, choose, {**operands, **smooth})
+        return {"o": result[0], "state": result[1]}, result
+
+    out, pull, result = jax.vjp(outputs, _smooth(operands), has_aux=True)
+    full = {name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()}
+    return result, pull(full)[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _call(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Outputs:
-    def kernel(operands: dict[str, Array]) -> Outputs:
-        return _by_kernel(s, interpret, stages, operands)[0]
-
-    if choose and s.traced and interpret is False:  # what it will run on is the compiler's to know
-        return lax.platform_dependent(operands, tpu=kernel, default=partial(other, s))
-    return kernel(operands)
+    return _chosen(s, interpret, choose, partial(_by_kernel, s, interpret, stages), partial(other, s), operands)
 
 
 def _forward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Any:
-    return _call(s, interpret, stages, other, choose, operands), operands
+    """The call, and what the backward pass needs beside the operands: states between chunks."""
+    if backward_plan(s) is None:
+        return _call(s, interpret, stages, other, choose, operands), (operands, None)
+    out, states = _with_states(s, interpret, stages, other, choose, operands)
+    return out, (operands, checkpoint_name(states, STATES))
 
 
-def _backward(
-    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: Any, cotangents: Any
-) -> Any:
-    smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
-    _, pull = jax.vjp(lambda smooth: other(s, {**operands, **smooth}), smooth)
-    return ({**dict.fromkeys(operands), **pull(cotangents)[0]},)
+def _backward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, kept: Any, cotangents: Any) -> Any:
+    operands, states = kept
+    if states is None:
+        found = _pull_other(s, other, operands, cotangents)
+    else:
+        found = _pull(s, interpret, stages, other, choose, operands, states, cotangents)
+    return ({**dict.fromkeys(operands), **found},)
 
 
 _call.defvjp(_forward, _backward)
 
 
-def _by_kernel(
-    s: Signature, interpret: Any, stages: Any, operands: dict[str, Array], probed: bool = False
-) -> tuple[Outputs, dict[str, Array]]:
-    line = pipeline(s, _core()) if stages is own_stages and not probed else None
+# Both halves of the gradient have gradients too: second derivatives are those of the other backend.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _with_states(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]
+) -> tuple[Outputs, Array]:
+    p = backward_plan(s)
+    assert p is not None
+
+    def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
+        out, probes = _by_plain_kernel(s, p, interpret, stages, operands, ("S",))
+        return out, probes["S"]
+
+    def elsewhere(operands: dict[str, Array]) -> tuple[Outputs, Array]:
+        return other(s, operands), jnp.zeros((p.chunks, s.HV, s.K, s.V), jnp.float32)  # which nobody reads
+
+    return _chosen(s, interpret, choose, kernel, elsewhere, operands)
+
+
+def _with_states_backward(
+    s: Signature, _: Any, __: Any, other: Other, ___: bool, operands: Any, cotangents: Any
+) -> Any:
+    return ({**dict.fromkeys(operands), **_pull_other(s, other, operands, cotangents[0])},)
+
+
+_with_states.defvjp(lambda *args: (_with_states(*args), args[-1]), _with_states_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _pull(
+    s: Signature,
+    interpret: Any,
+    stages: Any,
+    other: Other,
+    choose: bool,
+    operands: dict[str, Array],
+    states: Array,
+    cotangents: Outputs,
+) -> dict[str, Array]:
+    """Cotangents of the float operands."""
+
+    def elsewhere(operands: dict[str, Array], states: Array, cotangents: Outputs) -> dict[str, Array]:
+        return _pull_other(s, other, operands, cotangents)
+
+    kernel = partial(_by_backward_kernel, s, interpret, stages)
+    return _chosen(s, interpret, choose, kernel, elsewhere, operands, states, cotangents)
+
+
+def _pull_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, kept: Any, second: Any) -> Any:
+    operands, cotangents = kept
+    smooth = _smooth(operands)
+    pull = lambda smooth, cotangents: _pull_other(s, other, {**operands, **smooth}, cotangents)  # noqa: E731
+    d_smooth, d_cotangents = jax.vjp(pull, smooth, cotangents)[1](second)
+    return {**dict.fromkeys(operands), **d_smooth}, None, d_cotangents
+
+
+_pull.defvjp(lambda *args: (_pull(*args), (args[-3], args[-1])), _pull_backward)
+
+
+def _smooth(operands: dict[str, Array]) -> dict[str, Array]:
+    return {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
+
+
+def _pull_other(s: Signature, other: Other, operands: dict[str, Array], cotangents: Outputs) -> dict[str, Array]:
+    return jax.vjp(lambda smooth: other(s, {**operands, **smooth}), _smooth(operands))[1](cotangents)[0]
+
+
+def _chosen(s: Signature, interpret: Any, choose: bool, kernel: Any, elsewhere: Any, *args: Any) -> Any:
+    if choose and s.traced and interpret is False:  # what it will run on is the compiler's to know
+        return lax.platform_dependent(*args, tpu=kernel, default=elsewhere)
+    return kernel(*args)
+
+
+def _by_kernel(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> Outputs:
+    line = pipeline(s, _core()) if stages is own_stages else None
     if line is not None:
-        return _by_pipeline(s, line, interpret, operands), {}
-    p, x = plan(s), prepare(jnp, s, operands)
-    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
+        return _by_pipeline(s, line, interpret, operands)
+    return _by_plain_kernel(s, plan(s), interpret, stages, operands)[0]
+
+
+def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
+    """q, k, v and the gates as the plain kernels take them."""
     # What the products would round anyway is rounded before it travels; v only where it is exact.
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
     g = jnp.repeat(x.g, p.widths.decay // x.g.shape[-1], axis=-1)  # many groups are computed channel by channel
     gates = [a for a in (g, x.b, None if p.widths.shared else x.w) if a is not None]
+    return x.q.astype(keys), x.k.astype(keys), x.v.astype(values), gates
+
+
+def _by_plain_kernel(
+    s: Signature, p: Plan, interpret: Any, stages: Any, operands: dict[str, Array], probe: tuple[str, ...] = ()
+) -> tuple[Outputs, dict[str, Array]]:
+    x = prepare(jnp, s, operands)
+    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
-    o, state, stage = forward(
-        p,
-        x.q.astype(keys),
-        x.k.astype(keys),
-        x.v.astype(values),
-        gates,
-        S,
-        bounds,
-        interpret=interpret,
-        stages=stages,
-        probe=probed,
-    )
-    if bounds is not None:  # boundaries that nobody could check: no chunk has been where no sequence is
-        o = jnp.where((jnp.arange(s.T) < jnp.asarray(bounds)[-1])[:, None, None], o, jnp.zeros((), o.dtype))
+    rule = _rule_operands(s, p, x)
+    o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
+    o = _where_sequences_are(s, bounds, o)
     return (
         finish(jnp, s, operands, o),
         swap_state(jnp, s, state) if s.output_final_state else None,
         x.conv_state,
     ), stage
+
+
+def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
+    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
+    if bounds is None:
+        return x
+    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
+    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
+
+
+def _by_backward_kernel(
+    s: Signature, interpret: Any, stages: Any, operands: dict[str, Array], states: Array, cotangents: Outputs
+) -> dict[str, Array]:
+    """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
+    p, bounds = backward_plan(s), operands.get("cu_seqlens")
+    assert p is not None
+    x, pull = jax.vjp(lambda smooth: prepare(jnp, s, {**operands, **smooth}), _smooth(operands))
+    dO, dS, d_conv_state = cotangents
+    if s.has("mask"):
+        dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
+    if dO.dtype == jnp.float32 and s.precision != "highest":
+        dO = dO.astype(jnp.bfloat16)  # as the products would round it
+    dS = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if dS is None else swap_state(jnp, s, dS)
+    d = backward(
+        p,
+        *_rule_operands(s, p, x),
+        states,
+        dO,
+        dS,
+        bounds,
+        dtypes=_gradient_dtypes(s),
+        interpret=interpret,
+        stages=stages,
+    )
+    q, k, v, g, b = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
+    b = b[..., None]
+    return pull(
+        Prepared(q, k, v, g[..., None], b, jnp.zeros_like(b), None if x.S is None else d.S, None, d_conv_state)
+    )[0]
+
+
+def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
+    """Of q and k, and of v, as they leave the kernel: the operands', unless something lies before the rule."""
+    operand = jnp.dtype(s.dtype)
+    values = jnp.float32 if s.conv is not None else operand
+    return (jnp.float32 if s.qk_l2norm else values), values
 
 
 def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> Outputs:
@@ -157,7 +302,7 @@ def _core() -> Core:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, Array]:
-    return _by_kernel(s, interpret, stages, operands, probed=True)[1]
+    return _by_plain_kernel(s, plan(s), interpret, stages, operands, PROBED)[1]
 
 
 def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, tuple[Array, ...]]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..spec.problem import Signature
 from ..spec.variants import VARIANTS, Granularity
 
-__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Core", "Pipeline", "Plan", "pipeline", "plan"]
+__all__ = ["CHUNK", "TABLE_LIMIT", "VMEM_LIMIT", "Core", "Pipeline", "Plan", "backward_plan", "pipeline", "plan"]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128
@@ -113,14 +113,28 @@ class Plan(NamedTuple):
         return 20 * self.chunks
 
 
-def plan(s: Signature) -> Plan:
+class _Backward(Plan):
+    """The same of the backward kernel, whose chunks are those that states were kept of."""
+
+    @property
+    def vmem(self) -> int:
+        """Estimated bytes of VMEM a grid step, as for ``Plan``."""
+        lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
+        C, heads, keys, values = self.C, self.heads, lanes(self.K), lanes(self.V)
+        tokens = C * (lanes(self.P * self.K) * (2 * self.q_bytes + 8) + 3 * lanes(heads * self.V) * 4)
+        gates = 4 * C * lanes(heads) * 4
+        state = heads * self.K * values * 4
+        return 2 * (tokens + gates + 3 * state) + 4 * state + heads * C * (14 * lanes(C) + 6 * keys + 8 * values) * 4
+
+
+def plan(s: Signature, kind: type[Plan] = Plan) -> Plan:
     """The plan of a call: the longest chunks that fit, unless the call names their length, and then the most heads.
 
     Whoever runs it checks ``vmem`` and ``table_bytes`` first: where nothing fits, this is the smallest there is.
     """
     size = min(s.chunk_size or CHUNK, max(SHORTEST, 1 << (s.T - 1).bit_length()))
     while True:
-        choices = [_plan(s, size, P) for P in range(1, s.H + 1) if _legal(s, P)]
+        choices = [kind(*_plan(s, size, P)) for P in range(1, s.H + 1) if _legal(s, P)]
         fits = [p for p in choices if p.vmem <= VMEM_LIMIT]
         if fits:
             few = [p for p in fits if p.heads <= HEADS]
@@ -128,6 +142,14 @@ def plan(s: Signature) -> Plan:
         if s.chunk_size is not None or size == SHORTEST:
             return choices[0]
         size //= 2
+
+
+def backward_plan(s: Signature) -> Plan | None:
+    """The plan of a call for the backward kernel, or None where there is none for it."""
+    if widths(s) != Widths(1, 1, 1, True):
+        return None
+    p = plan(s, _Backward)
+    return p if p.vmem <= VMEM_LIMIT and p.table_bytes <= TABLE_LIMIT else None
 
 
 def _legal(s: Signature, P: int) -> bool:

@@ -80,10 +80,12 @@ def call(
         return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas")
 
     if op == "backward":
-        raise GdnError(
-            "no Pallas kernel computes the backward pass yet; gradients of 'pallas' are xla's, which "
-            "portable_gdn.tpu.schedule compiles as it does any function."
-        )
+
+        def both(x: dict[str, Any], cotangents: Any) -> Any:
+            o, pull = jax.vjp(lambda x: forward(x)[0], x)
+            return o, pull(cotangents)[0]
+
+        return both, (x, array(HV, V, of=dtype))
     return forward, (x,)
 
 

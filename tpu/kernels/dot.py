@@ -15,7 +15,7 @@ from jax import lax
 
 from ...spec.precision import DEFAULT, FAST, HIGHEST
 
-__all__ = ["KEPT", "KernelProduct"]
+__all__ = ["KEPT", "KernelProduct", "exact_sums"]
 
 Array = Any
 
@@ -65,6 +65,21 @@ class KernelProduct:
         if kept == "bfloat16":
             return [high]
         return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+
+
+def exact_sums(ones: Array, x: Array) -> Array:
+    """ones x, [M, K] of zeros and ones with x [.., K, N] float32: sums of rows, in float32 whatever the precision.
+
+    Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact.
+    """
+    lead, x = x.shape[:-2], _flat(x, x.shape[:-2])
+    ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (x.shape[0], *ones.shape))
+    pieces = []
+    for _ in range(3):
+        pieces.append(x.astype(jnp.bfloat16))
+        x = x - pieces[-1].astype(jnp.float32)
+    out = _dot("nn", ones, pieces[0]) + (_dot("nn", ones, pieces[1]) + _dot("nn", ones, pieces[2]))
+    return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
 
 def _flat(x: Array, lead: tuple[int, ...]) -> Array:

@@ -44,7 +44,7 @@ __all__ = ["PROBED", "forward"]
 
 Array = Any
 
-#: What a probe returns beside o and the states, in order; each [chunks, HV, rows, columns] float32.
+#: What a probe may return beside o and the states; each [chunks, HV, rows, columns] float32.
 PROBED = ("G", "count", "Akk", "Aqk", "T", "U", "W", "S", "after", "Vn", "o")
 
 
@@ -58,9 +58,10 @@ class _Refs(NamedTuple):
     after: Any
 
 
-def _kernel(p: Plan, stages: Any, table: Any, *refs: Any) -> None:
+def _kernel(p: Plan, stages: Any, probe: tuple[str, ...], table: Any, *refs: Any) -> None:
     n = 3 + len(p.widths.given)
-    x, probes, S = _Refs(*refs[:3], refs[3:n], *refs[n : n + 3]), refs[n + 3 : -1], refs[-1]
+    x, S = _Refs(*refs[:3], refs[3:n], *refs[n : n + 3]), refs[-1]
+    probes = dict(zip(probe, refs[n + 3 : -1], strict=True))
     entry = pl.program_id(1) * tb.WORDS
     begin, end, flags = table[entry + tb.BEGIN], table[entry + tb.END], table[entry + tb.FLAGS]
 
@@ -81,7 +82,7 @@ def _kernel(p: Plan, stages: Any, table: Any, *refs: Any) -> None:
         x.after[0] = S[...]
 
 
-def _chunk(p: Plan, stages: Any, x: _Refs, probes: Any, S: Any, begin: Array, end: Array) -> None:
+def _chunk(p: Plan, stages: Any, x: _Refs, probes: dict[str, Any], S: Any, begin: Array, end: Array) -> None:
     mm = KernelProduct(p.precision)
 
     def counts(width: int) -> Array:
@@ -122,10 +123,10 @@ def _chunk(p: Plan, stages: Any, x: _Refs, probes: Any, S: Any, begin: Array, en
         lanes = slice(i * p.V, (i + 1) * p.V)
         x.o[0, :, lanes] = jnp.where(keep, out[i], x.o[0, :, lanes].astype(jnp.float32)).astype(x.o.dtype)
     if probes:
-        U, W = stages.wy(mm, T, k, v, b, w, G, count)
-        found = (G, count, Akk, Aqk, T, U, W, before, after, Vn, o)
-        for ref, value in zip(probes, (a for a in found if a is not None), strict=True):
-            ref[0] = jnp.reshape(value, ref.shape[1:])
+        U, W = stages.wy(mm, T, k, v, b, w, G, count) if "U" in probes else (None, None)
+        found = dict(zip(PROBED, (G, count, Akk, Aqk, T, U, W, before, after, Vn, o), strict=True))
+        for name, ref in probes.items():
+            ref[0] = jnp.reshape(found[name], ref.shape[1:])
 
 
 def forward(
@@ -139,7 +140,7 @@ def forward(
     *,
     interpret: Any = False,
     stages: ModuleType | Any = kernel_stages,
-    probe: bool = False,
+    probe: tuple[str, ...] = (),
 ) -> tuple[Array, Array, dict[str, Array]]:
     """The bare rule by the kernel.
 
@@ -153,11 +154,11 @@ def forward(
         cu_seqlens: [N + 1] or None.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
         stages: the functions that the kernel is made of.
-        probe: also return each chunk's stages.
+        probe: names of ``PROBED``, of values of each chunk to be returned too.
 
     Returns:
-        o [B, T, HV, V], final states, and the probed values by name (empty unless asked for), of those that there are;
-        a probe's chunks are those of the table.
+        o [B, T, HV, V], final states, and the probed values by name, of those that there are, [chunks, HV, ...];
+        chunks are those of the table.
     """
     table = tb.chunk_table(p, cu_seqlens)
     HV = p.H * p.R
@@ -188,9 +189,9 @@ def forward(
     values = pl.BlockSpec((1, p.C, p.heads * p.V), tokens)
     given = [gate(a, n) for a, n in zip(gates, p.widths.given, strict=True)]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
-    inner = _probe_shapes(p) if probe else {}
+    inner = {name: shape for name, shape in _probe_shapes(p).items() if name in probe}
     out = pl.pallas_call(
-        partial(_kernel, p, stages),
+        partial(_kernel, p, stages, tuple(inner)),
         name="gated_delta_rule_forward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -210,7 +211,7 @@ def forward(
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=None if p.vmem < 8 << 20 else 2 * p.vmem if probe else p.vmem + (8 << 20),
+            vmem_limit_bytes=None if p.vmem < 8 << 20 else 2 * p.vmem if len(probe) > 1 else p.vmem + (8 << 20),
         ),
         interpret=interpret,
     )(table, flat(q), flat(k), flat(v), *(a for a, _ in given), S)

@@ -20,7 +20,7 @@ from ...spec import stages as spec
 from . import channels as channels_of
 from .dot import KernelProduct
 
-__all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]
+__all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]  # those of ``spec.stages.STAGES``
 
 Array = Any
 
@@ -74,7 +74,7 @@ def _spread(x: Array, row: Array, size: int) -> Array:
     return x
 
 
-def _across_lanes(x: Array) -> Array:
+def across_lanes(x: Array) -> Array:
     """A column [.., C, 1] as a row [.., 1, C], by a sum over the diagonal: exact, and lowered everywhere."""
     row, column = _square(x.shape[-2])
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=-2, keepdims=True)
@@ -83,8 +83,8 @@ def _across_lanes(x: Array) -> Array:
 def pair_decay(G: Array, count: Array) -> Array:
     """exp(G_i - G_j) for i >= j with no reset between them, else 0: [.., C, C] from columns [.., C, 1]."""
     row, column = _square(G.shape[-2])
-    keep = (row >= column) & (count == _across_lanes(count))
-    return jnp.exp(jnp.where(keep, G - _across_lanes(G), -jnp.inf))  # masked before exp: 0 * inf is NaN
+    keep = (row >= column) & (count == across_lanes(count))
+    return jnp.exp(jnp.where(keep, G - across_lanes(G), -jnp.inf))  # masked before exp: 0 * inf is NaN
 
 
 def scores(
@@ -188,6 +188,6 @@ def _wide(k: Array, G: Array, count: Array) -> tuple[Array, Array]:
 
 
 def _down_rows(x: Array) -> Array:
-    """A row [.., 1, K] as a column [.., K, 1]; the inverse of ``_across_lanes``."""
+    """A row [.., 1, K] as a column [.., K, 1]; the inverse of ``across_lanes``."""
     row, column = _square(x.shape[-1])
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=-1, keepdims=True)
