@@ -13,6 +13,7 @@ from rich.table import Table
 from ..harness.compare import Comparison, TensorComparison
 from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
+from ..harness.report.page import page
 from ..harness.run_file import RunFile, check_target
 from ..spec.errors import bad
 from .output import console, print_json, progress_bar, write_whole
@@ -47,6 +48,8 @@ def compare(
     one_thread()
     with progress_bar("compare") as update:
         found = run(file, chosen, settings, cases, update)
+    if report is not None:
+        write_whole(report, page(found))
     if output is not None:
         write_whole(output, json.dumps(found.as_dict(), indent=1))
     if as_json:
@@ -90,16 +93,16 @@ def print_comparison(found: Comparison, all_rows: bool) -> None:
     console.print(table)
     for case in found.cases:
         if not case.ok:
-            parts = ", ".join(t.tensor for t in case.tensors if not (t.ok and t.a.ok and t.b.ok))
+            parts = ", ".join(t.tensor for t in case.tensors if not t.holds)
             console.print(f"  DIFFERS: {case.case}: {parts}", markup=False)
             if case.parting is not None:
                 console.print(f"    {case.parting.sentence(*case.apart)}", markup=False)
             for remark in case.remarks:
                 console.print(f"    {remark}", markup=False)
-            for tensor, pair in case.statistics.items():
-                for side, x in zip((found.a, found.b), pair, strict=True):
-                    for finding in x.findings:
-                        console.print(f"    {tensor} of {side.label}: {finding}", markup=False)
+            for t in case.tensors:
+                for i in t.suspects if t.tensor in case.statistics else ():
+                    for finding in case.statistics[t.tensor][i].findings:
+                        console.print(f"    {t.tensor} of {(found.a, found.b)[i].label}: {finding}", markup=False)
     for title, why in (("not compared", found.not_compared), ("FAILED", found.failed)):
         for name, reason in why.items():
             console.print(f"  {title}: {name}: {reason}", markup=False)
@@ -110,13 +113,13 @@ def print_comparison(found: Comparison, all_rows: bool) -> None:
 
 
 def _verdict(t: TensorComparison) -> str:
-    if not (t.ok and t.a.ok and t.b.ok):
+    if not t.holds:
         at = "a" if not t.a.ok else "b" if not t.b.ok else "a - b"
         return f"[bold red]DIFFERS[/] ({at})"
     return "[green]equal[/]" if t.judged else "[yellow]not judged[/]"
 
 
 def _share(t: TensorComparison) -> float:
-    if not (t.ok and t.a.ok and t.b.ok):
+    if not t.holds:
         return float("inf")
     return t.difference / t.budget if t.budget else 0.0

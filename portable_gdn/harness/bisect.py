@@ -37,7 +37,7 @@ class Bisected:
             if case.parting is not None:
                 yield f"{case.case}: {case.parting.sentence(*case.apart)}"
             elif not case.ok:
-                wrong = ", ".join(t.tensor for t in case.tensors if not (t.ok and t.a.ok and t.b.ok))
+                wrong = ", ".join(t.tensor for t in case.tensors if not t.holds)
                 yield f"{case.case}: no stage parts, and yet {wrong} do: what differs lies behind or before the stages"
             for remark in case.remarks:
                 yield f"{case.case}: {remark}"

@@ -61,6 +61,17 @@ class TensorComparison(NamedTuple):
     values: tuple[float, float, float]
     note: str
 
+    @property
+    def holds(self) -> bool:
+        """Whether both sides and their difference are within their budgets."""
+        return self.ok and self.a.ok and self.b.ok
+
+    @property
+    def suspects(self) -> list[int]:
+        """Whose errors are worth a look: 0 for a, 1 for b; both where only the difference is too large."""
+        bad = [i for i, verdict in enumerate((self.a, self.b)) if not verdict.ok]
+        return bad or ([] if self.ok else [0, 1])
+
 
 class CaseComparison(NamedTuple):
     """One case: its tensors, statistics of both sides by tensor, and what the stages say.
@@ -82,7 +93,7 @@ class CaseComparison(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether no tensor fails."""
-        return all(t.ok and t.a.ok and t.b.ok for t in self.tensors)
+        return all(t.holds for t in self.tensors)
 
 
 @dataclass
@@ -268,9 +279,7 @@ def compare_case(
             ]
             if pair[0] is not None and pair[1] is not None:
                 found[tensor] = (pair[0], pair[1])
-    errors, parting, apart, remarks = _stages(
-        a, b, inputs_a, side_a, side_b, s, all(r.ok and r.a.ok and r.b.ok for r in rows)
-    )
+    errors, parting, apart, remarks = _stages(a, b, inputs_a, side_a, side_b, s, all(r.holds for r in rows))
     budgets = (_provenance(a.rounding), _provenance(b.rounding))
     return CaseComparison(case.name, s.variant.name, rows, found, errors, parting, apart, remarks, budgets)
 

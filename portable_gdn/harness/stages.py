@@ -91,8 +91,9 @@ class StageTruth:
         self.chunk = chunk
         s, x = self.problem
         self._prepared = prepare(FLOAT64, s, x)
-        self.exact = _cropped(probe_prepared(xp, matmul, s, self._prepared, chunk), s, chunk)
-        self.sizes = _sizes(self.exact, s, self._prepared, chunk)
+        whole = probe_prepared(xp, matmul, s, self._prepared, chunk)
+        self.exact = _cropped(whole, s, chunk)
+        self.sizes = _cropped(_sizes(whole, s, self._prepared, chunk), s, chunk)
         self._expected: dict[Any, Budgets] = {}
 
     def expected(self, rounding: Rounding) -> Budgets:
@@ -186,8 +187,8 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
     """The summands of every stage's results before they cancel, from the exact results of the stages before."""
     size = lambda a: None if a is None else np.abs(a)  # noqa: E731
     (G, count), (_, Aqk), (T,), (U, W) = (exact[name] for name in ("decay", "scores", "inverse", "wy"))
-    (Vn,), (S,) = exact["delta"], exact["state"]
-    before = np.abs(S[:, :-1])
+    (Vn,), (S, _) = exact["delta"], exact["state"]
+    before = np.abs(S)
 
     def rows(a: np.ndarray | None) -> np.ndarray | None:
         """[B, T, heads, D] as [B, chunks, HV, C, D]."""
@@ -206,7 +207,7 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
         "scores": st.scores(xp, matmul, q, k, b, G, count, scale),
         "inverse": (size(T),),
         "wy": st.wy(xp, matmul, size(T), k, v, b, w, G, count),
-        "state": (np.concatenate([before[:, :1], after], 1),),
+        "state": (np.concatenate([before[:, :1], after[:, :-1]], 1), after),
         "delta": (np.abs(U) if W is None else np.abs(U) + np.abs(W) @ before,),
         "output": (st.output(xp, matmul, q, np.abs(Aqk), np.abs(Vn), G, count, before, scale),),
     }

@@ -40,6 +40,7 @@ class Statistics(NamedTuple):
     gain: float
     ulps: dict[str, float]
     findings: list[str]
+    tokens: int
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: figures that are not finite become strings."""
@@ -110,7 +111,7 @@ def statistics(
     if abs(gain) * unit > 0.7 * np.sqrt((error**2).mean()) and error.size > 16 and np.any(error):
         findings.append(f"the error follows the result: everything is {gain:+.1e} times itself too large")
     table = [[float(x) for x in row] for row in rows]
-    return Statistics(heads, chunks, positions, table, drift, bias, sigmas, gain, ulps, findings)
+    return Statistics(heads, chunks, positions, table, drift, bias, sigmas, gain, ulps, findings, T)
 
 
 def _means(x: np.ndarray, label: np.ndarray) -> np.ndarray:

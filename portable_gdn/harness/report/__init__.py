@@ -1,0 +1,1 @@
+"""A comparison as one page to look at: no network, light and dark."""
