@@ -45,7 +45,7 @@ from .families import chunk_size, operand_dtype
 from .operations import Operands, chunked, fitted, normalised, recurrent
 from .pieces import Pieces, cut_heads_apart, cut_in_turn, whole
 
-__all__ = ["products_of_float32", "run"]
+__all__ = ["Ready", "may_reset", "one_token", "products_of_float32", "ready", "run"]
 
 LONGEST_FALL = -1419.0  # of gates in a chunk: 2^11 in base 2, in which FLA sums, and float32 has 2^-12 between numbers
 FLOOR = -110.0  # what a reset becomes: its exp is 0 in float32, with room for the rounding of the sums it stands in
@@ -76,22 +76,20 @@ def run(problem: Problem) -> Result:
             "differentiates FLA's."
         )
     with torch.autocast(like.device.type, enabled=False):  # it would round what must not be rounded
-        ready = _ready(s, x)
-        operands, S = ready.operands, ready.S
+        call = ready(s, x)
+        operands, S = call.operands, call.S
         if one_token(s) and not (torch.is_grad_enabled() and any(a.requires_grad for a in x.values())):
-            o, state = recurrent(s, operands, S, ready.raw)
+            o, state = recurrent(s, operands, S, call.raw)
         else:
-            if ready.raw:
+            if call.raw:
                 operands = normalised(operands)
             bounds = x.get("cu_seqlens")
-            sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, ready.starts)))
-            o, state = _rule(s, operands, S, sequences, bounds is None and ready.starts is None)
+            sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, call.starts)))
+            o, state = _rule(s, operands, S, sequences, bounds is None and call.starts is None)
         if o.requires_grad:
             o, state = _Once.apply(o, state)
         o = finish(xp, s, x, o)
-    return Result(
-        o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, ready.conv_state
-    )
+    return Result(o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, call.conv_state)
 
 
 def one_token(s: Signature) -> bool:
@@ -99,7 +97,7 @@ def one_token(s: Signature) -> bool:
     return s.step or (s.T == 1 and not s.packed)
 
 
-class _Ready(NamedTuple):
+class Ready(NamedTuple):
     """Fitted operands; whether q and k are still to be normalised; S [N, HV, K, V]; see ``spec.prologue.Prepared``."""
 
     operands: Operands
@@ -109,7 +107,7 @@ class _Ready(NamedTuple):
     conv_state: Tensor | None
 
 
-def _ready(s: Signature, x: dict[str, Any]) -> _Ready:
+def ready(s: Signature, x: dict[str, Any]) -> Ready:
     """What FLA gets. Without a convolution 16-bit q, k and v are the caller's own, not copies."""
     x = dict(boundaries_as_tensor(x))
     dtype = getattr(torch, operand_dtype(s))
@@ -130,7 +128,7 @@ def _ready(s: Signature, x: dict[str, Any]) -> _Ready:
     if S is None:
         S = v.new_zeros((s.N, s.HV, s.K, s.V), dtype=torch.float32)
     operands = Operands(q, k, v, g, b, None if s.has("beta") else w)
-    return _Ready(fitted(s, operands), raw, S, begin, conv_state)
+    return Ready(fitted(s, operands), raw, S, begin, conv_state)
 
 
 class _Once(torch.autograd.Function):
@@ -147,7 +145,7 @@ class _Once(torch.autograd.Function):
         return dO, dS
 
 
-def _may_reset(s: Signature) -> bool:
+def may_reset(s: Signature) -> bool:
     """Whether a gate of this call can be a reset; where none can, none is looked for (it would wait for the device)."""
     return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
 
@@ -167,7 +165,7 @@ def _check_falls(g: Tensor, size: int, bounds: np.ndarray | None) -> None:
 
 def _rule(s: Signature, x: Operands, S: Tensor, sequences: Placed, plain: bool) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states [N, HV, K, V]; ``plain`` if sequences are whole rows."""
-    reset = x.g < RESET if _may_reset(s) else None
+    reset = x.g < RESET if may_reset(s) else None
     if reset is not None and x.q.dtype != torch.float32:
         x, reset = x._replace(g=torch.where(reset, FLOOR, x.g)), None
     if reset is None or not bool(reset.any()):

@@ -46,6 +46,7 @@ class Fla:
     slow = False
     devices: tuple[str, ...] = ("cuda", "xpu")
     times_tiles = True
+    derived_stages = ("scores",)
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -89,6 +90,12 @@ class Fla:
         from .adapter import one_token
 
         return self.run(problem) if one_token(problem.signature) else result, found
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The stages of every chunk from FLA's own intermediate functions; see ``gpu.probe``."""
+        from .probe import probe
+
+        return probe(problem)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as torch tensors on this backend's device."""
@@ -161,6 +168,11 @@ class FlaInterpret(Fla):
         """Compute; differentiable by autograd, through FLA's own backward kernels."""
         interpreter.start()
         return super().run(problem)
+
+    def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The stages of every chunk from FLA's own intermediate functions; see ``gpu.probe``."""
+        interpreter.start()
+        return super().probe(problem)
 
     def _device(self) -> str:
         return "cpu"

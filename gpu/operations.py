@@ -30,7 +30,7 @@ from ..spec.problem import Signature
 from . import interpreter
 from .families import Family, family
 
-__all__ = ["Operands", "chunked", "fitted", "normalised", "recurrent"]
+__all__ = ["Operands", "chunked", "fitted", "imported", "normalised", "recurrent"]
 
 
 class Operands(NamedTuple):
@@ -81,16 +81,17 @@ def _there(a: Tensor | None) -> Tensor:
     return a
 
 
-def _operation(kind: Family, name: str) -> Any:
-    op = getattr(importlib.import_module(kind.module), name)
-    interpreter.repair_imported(kind.module)
-    return op
+def imported(module: str) -> Any:
+    """A module of FLA, repaired where kernels are interpreted."""
+    found = importlib.import_module(module)
+    interpreter.repair_imported(module)
+    return found
 
 
 def chunked(s: Signature, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host: Tensor | None) -> Any:
     """o [B, T, HV, V] and the final states, by the chunk form; ``x`` fitted, boundaries on the device and the host."""
     kind = family(s)
-    op = _operation(kind, kind.chunk)
+    op = getattr(imported(kind.module), kind.chunk)
     given = {"q": x.q, "k": x.k, "v": x.v, **_gates(kind, x), "initial_state": S}
     more: dict[str, Any] = {} if s.chunk_size is None or kind.name == "gla" else {"chunk_size": s.chunk_size}
     if kind.safe and s.gate is not None and s.gate.lower_bound is not None:  # no gate is below -5
@@ -107,7 +108,7 @@ def recurrent(s: Signature, x: Operands, S: Tensor, raw: bool) -> Any:
     ``raw``: q and k are still to be normalised.
     """
     kind = family(s)
-    op = _operation(kind, kind.recurrent)
+    op = getattr(imported(kind.module), kind.recurrent)
     more: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if raw else {}
     if raw and x.b is None:  # GLA's kernels have no norm
         x, more = x._replace(q=l2norm(xp, x.q.float()), k=l2norm(xp, x.k.float())), {}
@@ -122,6 +123,5 @@ def recurrent(s: Signature, x: Operands, S: Tensor, raw: bool) -> Any:
 
 def normalised(x: Operands) -> Operands:
     """q and k normalised by FLA's kernel, in float32 and then rounded to their dtype."""
-    from fla.modules.norm.l2norm import l2norm as op
-
+    op = imported("fla.modules.norm.l2norm").l2norm
     return x._replace(q=op(x.q, eps=L2_EPS), k=op(x.k, eps=L2_EPS))

@@ -145,9 +145,13 @@ def _probed(backend: Backend, problem: Problem, settings: Settings) -> Stages:
     s = problem.signature
     if not settings.stages or not hasattr(backend, "probe") or s.step or s.packed or s.B * s.T == 0:
         return {}
+    try:
+        found = backend.probe(problem)
+    except GdnError:  # it has none for what these operands hold
+        return {}
     return {
         stage: tuple(None if a is None else np.asarray(backend.to_numpy(a)) for a in parts)
-        for stage, parts in backend.probe(problem).items()
+        for stage, parts in found.items()
     }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import dispatch
 from ..spec.errors import GdnError
-from ..spec.problem import Options
+from ..spec.problem import Meta, Options
+from ..spec.rules import make_signature
 from .shapes import Shape, check_shape, operand_shapes
 
 __all__ = ["gpu_reports"]
@@ -48,7 +50,12 @@ def gpu_reports(
                 continue  # it comes with the other
             options = Options(output_final_state=True, qk_l2norm=l2norm, precision=precision, step=op == "step")
             name = f"{variant} step" if op == "step" else variant
-            calls.append(Call(name, operand_shapes(op, variant, shape), options, op == "backward"))
+            operands = operand_shapes(op, variant, shape)
+            meta = {name: Meta(dims, dtype, "cuda") for name, (dims, dtype) in operands.items()}
+            why = dispatch.get("fla").refuses(make_signature("torch", "cuda", meta, options))
+            if why is not None:
+                raise GdnError(f"no kernel of FLA serves {name} like that: {why}.")
+            calls.append(Call(name, operands, options, op == "backward"))
     why = missing()
     if why is not None:
         raise GdnError(why)

@@ -1,0 +1,168 @@
+"""The seven stages of a call, from what FLA's own functions hand to each other, in our names and shapes.
+
+| stage | FLA |
+|---|---|
+| decay | ``chunk_local_cumsum``, in base 2 there |
+| scores | stored by no operation as a pair, so derived: Akk and Aqk by the kernels that compute them, see below |
+| inverse | A or Akk of the ``*_fwd_intra`` functions |
+| wy | their u and w |
+| state | h, the states at the chunks' starts, and the final one |
+| delta | v_new |
+| output | o |
+
+Aqk: gdn and simple_gla never store it; ``chunk_fwd_o`` gives it for values that are the identity and states that are 0.
+Akk: gdn's by ``chunk_scaled_dot_kkt_fwd``; kda's and gdn2's kernels solve at once, and give it in place of Aqk where
+queries are the keys that erase. Every part is in the dtype in which FLA stores it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.errors import GdnError, bad
+from ..spec.problem import Problem, Signature
+from ..spec.stages import RESET
+from .adapter import may_reset, ready
+from .families import chunk_size, family
+from .operations import Operands, imported, normalised
+
+__all__ = ["probe"]
+
+Stages = dict[str, tuple[Any, ...]]
+
+
+def probe(problem: Problem) -> Stages:
+    """The stages of every chunk of a call, as ``spec.probe`` has them.
+
+    Raises:
+        GdnError: sequences are packed or segmented, or there are resets among the gates: FLA has no count of them.
+    """
+    s, x = problem
+    for name in ("cu_seqlens", "segment_ids"):
+        if s.has(name):
+            raise bad(name, "given", "be None where stages are probed: chunks of packed sequences differ in length")
+    with torch.no_grad(), torch.autocast(x["qkv" if "qkv" in x else "q"].device.type, enabled=False):
+        call = ready(s, x)
+        operands = normalised(call.operands) if call.raw else call.operands
+        if may_reset(s) and bool((operands.g < RESET).any()):
+            raise GdnError(f"g holds resets (below {RESET:g}), of which FLA's stages know nothing; other backends' do.")
+        return _stages(s, operands.map(Tensor.contiguous), call.S.contiguous())
+
+
+def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
+    kind, C = family(s), chunk_size(s)
+    ops = imported("fla.ops.utils")
+    base2 = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    g = x.g if kind.by_channel else x.g[..., 0].contiguous()
+    G = ops.chunk_local_cumsum(g, chunk_size=C, scale=base2)
+    compute = {"gdn": _gdn, "kda": _kda, "gdn2": _gdn2, "gla": _gla, "simple_gla": _simple_gla}[kind.name]
+    (Akk, Aqk), T, (U, W), (h, last), Vn, o = compute(s, x, S, G, C)
+
+    def chunks(a: Tensor | None, width: int = 0) -> Tensor | None:
+        """[B, T, HV, D] as [B, chunks, HV, C, D], filled up with zeros."""
+        if a is None:
+            return None
+        missing = -s.T % C
+        a = torch.nn.functional.pad(a, (0, 0, 0, 0, 0, missing))
+        return a.unflatten(1, (-1, C)).movedim(2, 3)
+
+    sums = (G if kind.by_channel else G[..., None]) / base2
+    sums = chunks(sums[..., :: sums.shape[-1] // max(s.groups, 1)])
+    after = torch.cat([h[:, 1:], last[:, None].to(h.dtype)], 1)
+    return {
+        "decay": (sums, torch.zeros_like(sums)),
+        "scores": (chunks(Akk), chunks(Aqk)),
+        "inverse": (chunks(T),),
+        "wy": (chunks(U), chunks(W)),
+        "state": (h, after),
+        "delta": (chunks(Vn),),
+        "output": (chunks(o),),
+    }
+
+
+def _eye(like: Tensor, C: int) -> Tensor:
+    """The identity of every chunk, as values [B, T, HV, C]."""
+    rows = torch.arange(like.shape[1], device=like.device) % C
+    eye = torch.nn.functional.one_hot(rows, C).to(like.dtype)
+    return eye[None, :, None].expand(*like.shape[:3], C).contiguous()
+
+
+def _lower(A: Tensor, C: int, strict: bool = False) -> Tensor:
+    """Scores [B, T, HV, C] of rows with earlier columns of their chunk; what stands above nobody reads or writes."""
+    rows, columns = (torch.arange(n, device=A.device) for n in (A.shape[1], C))
+    rows = (rows % C)[:, None, None]
+    return torch.where(rows > columns if strict else rows >= columns, A, torch.zeros_like(A))
+
+
+def _gdn(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    assert x.b is not None
+    beta = x.b[..., 0].contiguous()
+    intra = imported("fla.ops.gated_delta_rule.chunk_fwd").chunk_gated_delta_rule_fwd_intra
+    W, U, T = intra(k=x.k, v=x.v, g=G, beta=beta, chunk_size=C)
+    Akk = imported("fla.ops.common.chunk_scaled_dot_kkt").chunk_scaled_dot_kkt_fwd(
+        k=x.k, g=G, beta=beta, chunk_size=C, output_dtype=torch.float32
+    )
+    fwd_h = imported("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
+    h, Vn, last = fwd_h(k=x.k, w=W, u=U, g=G, initial_state=S, output_final_state=True, chunk_size=C)
+    Aqk, o = _by_head(s, x, Vn, h, G, C)
+    return (Akk, Aqk), T, (U, W), (h, last), Vn, o
+
+
+def _by_head(s: Signature, x: Operands, Vn: Tensor, h: Tensor, G: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    """Aqk and o."""
+    fwd_o = imported("fla.ops.common.chunk_o").chunk_fwd_o
+    none = h.new_zeros((*h.shape[:-1], C))
+    Aqk = fwd_o(q=x.q, k=x.k, v=_eye(Vn, C), h=none, g=G, scale=s.scale, chunk_size=C)
+    return Aqk, fwd_o(q=x.q, k=x.k, v=Vn, h=h, g=G, scale=s.scale, chunk_size=C)
+
+
+def _kda(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    assert x.b is not None
+    intra = imported("fla.ops.kda.chunk_intra").chunk_kda_fwd_intra
+    given = {"k": x.k, "v": x.v, "gk": G, "beta": x.b[..., 0].contiguous(), "chunk_size": C, "safe_gate": _safe(s)}
+    W, U, _, decayed, Aqk, T = intra(q=x.q, scale=s.scale, **given)
+    pairs = intra(q=x.k, scale=1.0, **given)[4]
+    Akk = (x.b * _lower(pairs, C, strict=True)).to(pairs.dtype)
+    return _by_channel(s, x, S, G, C, (Akk, Aqk), T, (U, W), decayed)
+
+
+def _gdn2(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    intra = imported("fla.ops.gdn2.chunk_intra").chunk_gdn2_fwd_intra
+    given = {"k": x.k, "v": x.v, "gk": G, "b": x.b, "w_gate": x.w, "chunk_size": C, "safe_gate": _safe(s)}
+    W, U, _, decayed, Aqk, T = intra(q=x.q, scale=s.scale, **given)
+    Akk = _lower(intra(q=x.b * x.k, scale=1.0, **given)[4], C, strict=True)
+    return _by_channel(s, x, S, G, C, (Akk, Aqk), T, (U, W), decayed)
+
+
+def _safe(s: Signature) -> bool:
+    return s.gate is not None and s.gate.lower_bound is not None
+
+
+def _by_channel(
+    s: Signature, x: Operands, S: Tensor, G: Tensor, C: int, A: Any, T: Tensor, wy: Any, decayed: Tensor
+) -> Any:
+    """From the keys that are decayed to the chunk's end on, KDA and GDN-2 share what computes the rest."""
+    fwd_h = imported("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
+    h, Vn, last = fwd_h(k=decayed, w=wy[1], u=wy[0], gk=G, initial_state=S, output_final_state=True, chunk_size=C)
+    fwd_o = imported("fla.ops.gla.chunk").chunk_gla_fwd_o_gk
+    o = fwd_o(q=x.q, v=Vn, g=G, A=A[1], h=h, scale=s.scale, chunk_size=C)
+    return (A[0], _lower(A[1], C)), T, wy, (h, last), Vn, o
+
+
+def _gla(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    ops = imported("fla.ops.gla.chunk")
+    fwd_h = imported("fla.ops.common.chunk_h").chunk_fwd_h
+    h, last = fwd_h(k=x.k, v=x.v, gk=G, h0=S, output_final_state=True, chunk_size=C)
+    Aqk = ops.chunk_gla_fwd_intra_gk(q=x.q, k=x.k, g=G, scale=s.scale, chunk_size=C)
+    o = ops.chunk_gla_fwd_o_gk(q=x.q, v=x.v, g=G, A=Aqk, h=h, scale=s.scale, chunk_size=C)
+    return (None, _lower(Aqk, C)), None, (x.v, None), (h, last), x.v, o
+
+
+def _simple_gla(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    fwd_h = imported("fla.ops.common.chunk_h").chunk_fwd_h
+    h, last = fwd_h(k=x.k, v=x.v, g=G, h0=S, output_final_state=True, chunk_size=C)
+    Aqk, o = _by_head(s, x, x.v, h, G, C)
+    return (None, Aqk), None, (x.v, None), (h, last), x.v, o
