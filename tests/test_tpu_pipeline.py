@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 import portable_gdn as pg
 from portable_gdn import dispatch
+from portable_gdn.harness import cases
 from portable_gdn.harness.cases import Case, build
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
@@ -33,6 +36,10 @@ def registered():
         dispatch.register_backend(backend)
 
 
+def bits(a):
+    return np.ascontiguousarray(np.asarray(a)).view(np.uint8)
+
+
 def signature(T=2048, H=16, HV=16, K=128, V=128, dtype="bfloat16", N=0, **options):
     x = {
         "q": Meta((1, T, H, K), dtype, "cpu"), "k": Meta((1, T, H, K), dtype, "cpu"),
@@ -47,19 +54,25 @@ def signature(T=2048, H=16, HV=16, K=128, V=128, dtype="bfloat16", N=0, **option
 def test_which_calls_it_takes():
     core = Core()
     p = pipeline(signature(), core)
-    assert (p.heads, p.groups, p.steps, p.entries, p.tail, p.summands) == (8, 2, 4, 8, False, 2)
+    assert (p.heads, p.groups, p.steps, p.entries, p.masked, p.summands) == (8, 2, 4, 8, False, 2)
     assert pipeline(signature(H=16, HV=32), core).P == 4
     assert pipeline(signature(H=2, HV=6), core).heads == 6  # all there are
     assert pipeline(signature(precision="fast"), core).summands == 1
-    assert pipeline(signature(T=2049), core).tail
+    assert pipeline(signature(T=2049), core).masked
     assert pipeline(signature(), Core(cores=2)).parts == 2
     assert pipeline(signature(H=8, HV=8), Core(cores=2)).parts == 1  # one group cannot be shared
+    assert pipeline(signature(precision="highest"), core).summands == 1
+    p = pipeline(signature(N=3), core)
+    assert (p.packed, p.chunks, p.steps) == (True, 20, 5)  # 18 chunks at most
+    for K, V, keys, values in ((64, 128, 128, 128), (96, 192, 256, 256), (256, 512, 256, 512)):
+        p = pipeline(signature(K=K, V=V, precision="fast"), core)
+        assert p is None or (p.key_lanes, p.value_lanes) == (keys, values)
     for other in (
-        signature(T=2 * CHUNK), signature(K=64), signature(V=256), signature(precision="highest"),
-        signature(N=3), signature(chunk_size=64), signature(dtype="float32"), signature(H=3, HV=30),
+        signature(T=2 * CHUNK), signature(K=60), signature(V=257), signature(chunk_size=64), signature(H=3, HV=30),
     ):  # fmt: skip
         assert pipeline(other, core) is None
-    assert pipeline(signature(), Core(vmem=16 << 20)) is None
+    assert pipeline(signature(), Core(vmem=16 << 20)).heads == 2
+    assert pipeline(signature(), Core(vmem=4 << 20)) is None
 
 
 CASES = [
@@ -85,6 +98,13 @@ CASES = [
     Case("long, holes", layout="holes", **{**LONG, "B": 2}),
     Case("long, mixer", conv=4, l2norm=True, gate="softplus", **LONG),
     Case("long, state [V, K]", state_layout="vk", l2norm=True, **LONG),
+    Case("long, float32", **{**LONG, "dtype": "float32"}),
+    Case("long, 64 x 96", gates="strong", **{**LONG, "K": 64, "V": 96, "H": 4, "HV": 4}),
+    Case("long, 96 x 192, mixer", conv=4, l2norm=True, gate="softplus", **{**LONG, "K": 96, "V": 192, "H": 4, "HV": 4}),
+    Case("long, 256 x 256", **{**LONG, "K": 256, "V": 256}),
+    Case("long, packed", layout="long packed", gates="many resets", **LONG),
+    Case("long, packed, mixer", layout="long packed", conv=4, l2norm=True, gate="softplus", **LONG),
+    Case("long, packed, 64 x 96", layout="long packed", **{**LONG, "K": 64, "V": 96, "H": 4, "HV": 4}),
 ]  # fmt: skip
 
 
@@ -107,11 +127,13 @@ def test_cases_hold(case, precision, monkeypatch):
         return Inputs(made.operands, made.options._replace(precision=precision), *made[2:])
 
     monkeypatch.setattr(module, "build", inputs)
+    monkeypatch.setitem(cases.PACKED, "long packed", (0, 130, 300, 0, 1, 2, 100))
     signatures = []
     real = PALLAS_INTERPRET.run
     monkeypatch.setattr(PALLAS_INTERPRET, "run", lambda problem: signatures.append(problem.signature) or real(problem))
     report = verify([NAME], full=True, cases=[case], in_process=True)
-    assert [pipeline(s, Core()).summands for s in signatures] == [1 if precision == "fast" else 2]
+    expected = precision or ("highest" if case.dtype == "float32" else "default")
+    assert [pipeline(s, Core()).precision for s in signatures] == [expected]
     bad = [row for row in report.rows if not row.ok and not row.tensor.startswith("grad")]
     assert not bad
     judged = [row for row in report.rows if row.judged and row.tensor in ("o", "state")]
@@ -173,13 +195,85 @@ def test_rows_and_heads_do_not_touch_each_other():
     np.testing.assert_allclose(state[:1], alone_state, atol=1e-5 * np.abs(state).max())
 
 
+# Packed sequences
+
+BOUNDS = (0, 130, 130, 260, 261, 400, 590)  # one empty, one of a single token, some that begin within a block
+LONGER = 10  # tokens behind the last one
+
+
+@pytest.fixture(scope="module")
+def packed():
+    rng = np.random.default_rng(5)
+    x = operands(T=BOUNDS[-1] + LONGER, HV=1)
+    x["initial_state"] = jnp.asarray(rng.standard_normal((len(BOUNDS) - 1, 1, 128, 128)), jnp.float32)
+    return x
+
+
+@pytest.fixture(scope="module")
+def packed_rule():
+    """The call with boundaries that only the device knows, compiled once."""
+    run = jax.jit(lambda x, cu: pg.gated_delta_rule(**x, cu_seqlens=cu, output_final_state=True, backend=NAME))
+
+    def rule(x, bounds=BOUNDS):
+        o, state = run(x, jnp.asarray(bounds, jnp.int32))
+        return np.asarray(o.astype(jnp.float32)), np.asarray(state)
+
+    return rule
+
+
+def test_packed_sequences_are_what_they_are_alone(packed, packed_rule):
+    o, state = packed_rule(packed)
+    exact = {n: np.asarray(a.astype(jnp.float32)) for n, a in packed.items()}
+    for n, (a, b) in enumerate(pairwise(BOUNDS)):
+        alone = {name: v[:, a:b] for name, v in exact.items() if name != "initial_state"}
+        want, want_state = pg.gated_delta_rule(
+            **alone, initial_state=exact["initial_state"][n : n + 1], output_final_state=True, backend="numpy"
+        )
+        assert np.linalg.norm(o[:, a:b] - want) <= 2.5e-3 * np.linalg.norm(want)
+        assert np.linalg.norm(state[n] - want_state) <= 1e-3 * np.linalg.norm(want_state)
+    assert not o[:, BOUNDS[-1] :].any()
+
+
+def test_packed_sequences_do_not_touch_each_other(packed, packed_rule):
+    o, state = packed_rule(packed)
+    for junk in (3.0, np.nan):
+        other = {n: a.at[:, 260:400].set(junk) if n != "initial_state" else a for n, a in packed.items()}
+        other["initial_state"] = packed["initial_state"].at[3:5].set(junk)
+        o2, state2 = packed_rule(other)
+        keep = np.r_[0:260, 400:600]
+        assert np.array_equal(bits(o[:, keep]), bits(o2[:, keep]))
+        assert np.array_equal(bits(state[[0, 1, 2, 5]]), bits(state2[[0, 1, 2, 5]]))
+        assert not np.array_equal(bits(state[4]), bits(state2[4]))
+
+
+def test_an_empty_sequence_keeps_its_state_to_the_bit(packed, packed_rule):
+    odd = packed["initial_state"].at[1, 0, 0, :4].set(jnp.asarray([-0.0, 1e-42, jnp.inf, jnp.nan]))
+    _, state = packed_rule({**packed, "initial_state": odd})
+    assert np.array_equal(bits(state[1]), bits(odd[1]))
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 0, 0, 0, 0, 0, 0), (0, 5, 20, 30, 40, 50, 60), (5, -3, 900, 9, 0, 1, 2), (0, *[600] * 6)]
+)
+def test_boundaries_that_nobody_could_check_do_no_harm(packed, packed_rule, bounds):
+    o, _ = packed_rule(packed, bounds)
+    if list(bounds) == sorted(bounds):
+        assert np.isfinite(o).all()
+        assert not o[:, bounds[-1] :].any()
+
+
 @pytest.mark.slow
-def test_the_interpreter_of_a_tpu_finds_nothing(monkeypatch):
+@pytest.mark.parametrize("bounds", [None, (0, 130, 130, 200, 522)])
+def test_the_interpreter_of_a_tpu_finds_nothing(bounds, monkeypatch):
     """Races, reads out of bounds, memory that nobody wrote."""
     x = operands(T=UNITS * CHUNK + 10)
-    expected = rule(x)
+    options = {}
+    if bounds is not None:
+        x["initial_state"] = jnp.ones((len(bounds) - 1, 2, 128, 128), jnp.float32)
+        options["cu_seqlens"] = jnp.asarray(bounds, jnp.int32)
+    expected = rule(x, **options)
     monkeypatch.setenv(INTERPRETER, "tpu")
-    found = rule(x)
+    found = rule(x, **options)
     for a, b, eps in zip(expected, found, (2**-8, 1e-5), strict=True):  # o is bfloat16
         np.testing.assert_allclose(a, b, atol=eps * np.abs(a).max())
 

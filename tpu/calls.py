@@ -196,7 +196,6 @@ def _by_plain_kernel(
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
     o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
-    o = _where_sequences_are(s, bounds, o)
     return (
         finish(jnp, s, operands, o),
         swap_state(jnp, s, state) if s.output_final_state else None,
@@ -264,7 +263,8 @@ def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array])
         g = jnp.zeros((s.B, s.T, s.HV), jnp.float32) if "g" not in x else jnp.reshape(x["g"], (s.B, s.T, s.HV))
         b, S = x["beta"], swap_state(jnp, s, x["initial_state"]) if s.has("initial_state") else None
     if not p.keeps_keys:
-        given |= {name: given[name].astype(jnp.bfloat16) for name in "qk"}  # as the products would round them
+        keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
+        given |= {name: given[name].astype(keys) for name in "qk"}
     whole = Channels(x["qkv"], 0) if "qkv" in x else None
     q, k, v = (
         Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
@@ -275,18 +275,42 @@ def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array])
         rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
         weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
         weight = jnp.pad(weight, ((0, tap_rows(width) - width - 1), (0, 0)))
-        before = x.get("conv_state", jnp.zeros((s.B, width - 1, total))).astype(jnp.float32)
-        last = [a[:, 1 - width :].astype(jnp.float32) for a in ([x["qkv"]] if whole else map(flat, given.values()))]
-        conv_state = jnp.concatenate(last, -1)
+        before = x.get("conv_state", jnp.zeros((s.N, width - 1, total))).astype(jnp.float32)
+        every = [x["qkv"]] if whole else [flat(a) for a in given.values()]
+        conv_state = jnp.concatenate([_last_inputs(s, a, x.get("cu_seqlens")) for a in every], -1)
+        if s.packed:
+            conv_state = _with_past(s, conv_state, before, x["cu_seqlens"])
         before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
         taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
     if p.inside.gate:
         zero = jnp.zeros(s.HV)
         gate = tuple(jnp.reshape(x.get(name, zero), (s.HV,)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
-    S = jnp.zeros((s.B, s.HV, s.K, s.V), jnp.float32) if S is None else S
+    if S is None and (p.starts or not p.packed):
+        S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
     g, b = g.astype(jnp.float32), b.astype(jnp.float32)
-    o, state = pipelined(p, q, k, v, g, b, S, taps=taps, past=past, gate=gate, dtype=s.dtype, interpret=interpret)
+    o, state = pipelined(
+        p, q, k, v, g, b, S, x.get("cu_seqlens"), taps=taps, past=past, gate=gate, dtype=s.dtype, interpret=interpret
+    )
     return finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state
+
+
+def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:
+    """The last W - 1 inputs of each sequence, [N, W - 1, channels] float32, whoever they belong to."""
+    assert s.conv is not None
+    back = 1 - s.conv.width
+    if bounds is None:
+        return a[:, back:].astype(jnp.float32)
+    at = jnp.asarray(bounds)[1:, None] + jnp.arange(back, 0)
+    return a[0, jnp.clip(at, 0, s.T - 1)].astype(jnp.float32)
+
+
+def _with_past(s: Signature, last: Array, before: Array, bounds: Array) -> Array:
+    """Those of sequences shorter than W - 1 begin with what came before them."""
+    assert s.conv is not None
+    missing = jnp.maximum(s.conv.width - 1 - jnp.diff(jnp.asarray(bounds)), 0)[:, None]  # [N, 1]
+    row = jnp.arange(s.conv.width - 1)[None]
+    at = jnp.clip(row - missing + s.conv.width - 1, 0, s.conv.width - 2)[..., None]
+    return jnp.where((row < missing)[..., None], jnp.take_along_axis(before, at, axis=1), last)
 
 
 def _core() -> Core:

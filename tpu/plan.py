@@ -193,26 +193,74 @@ class Inside(NamedTuple):
     lower_bound: float | None
 
 
-class Pipeline(NamedTuple):
-    """The static numbers of the pipelined kernel: heads a tile wide, chunks of 128 tokens, rows that are sequences.
+class Span(NamedTuple):
+    """Where a head's channels lie: ``tiles`` whole tiles of lanes from ``first`` on, and in those lanes low to high.
 
-    B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads;
-    parts that cores share; summands of what products keep; scale; v_bytes of an element of v and o; wide_mxu: whether
-    matrix units are 256 x 256; inside: what is done before the rule.
+    Kernels work on whole tiles as they lie, and channels of neighbours in them are masked: nothing is moved.
+    """
+
+    first: int
+    tiles: int
+    low: int
+    high: int
+
+    @property
+    def lanes(self) -> int:
+        """Of its tiles."""
+        return self.tiles * LANES
+
+    @property
+    def whole(self) -> bool:
+        """Whether no lane belongs to a neighbour."""
+        return (self.low, self.high) == (0, self.lanes)
+
+
+def spans(heads: int, width: int) -> tuple[Span, ...]:
+    """Of heads of ``width`` channels side by side."""
+    found = []
+    for begin in range(0, heads * width, width):
+        first = begin // LANES
+        tiles = -(-(begin + width) // LANES) - first
+        found.append(Span(first, tiles, begin - first * LANES, begin - first * LANES + width))
+    return tuple(found)
+
+
+class Pipeline(NamedTuple):
+    """The static numbers of the pipelined kernel.
+
+    B rows, T tokens, K and V channels; N states of packed sequences, or 0 where rows are sequences; P key heads and R
+    value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
+    precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
+    256 x 256; starts: whether packed sequences begin from states that are given; inside: what is done before the rule.
     """
 
     B: int
     T: int
+    K: int
+    V: int
+    N: int
     P: int
     R: int
     U: int
     groups: int
     parts: int
-    summands: int
+    precision: str
     scale: float
+    k_bytes: int
     v_bytes: int
     wide_mxu: bool
+    starts: bool
     inside: Inside
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed in one row: each chunk has its own place in the table of chunks."""
+        return self.N > 0
+
+    @property
+    def summands(self) -> int:
+        """Arrays that add up to an operand of a product, where it is not an input."""
+        return 2 if self.precision == "default" else 1
 
     @property
     def keeps_keys(self) -> bool:
@@ -225,9 +273,44 @@ class Pipeline(NamedTuple):
         return self.P * self.R
 
     @property
+    def keys(self) -> tuple[Span, ...]:
+        """Where each key head of a grid step lies."""
+        return spans(self.P, self.K)
+
+    @property
+    def values(self) -> tuple[Span, ...]:
+        """Where each value head of a grid step lies."""
+        return spans(self.heads, self.V)
+
+    @property
+    def key_lanes(self) -> int:
+        """Of the key head with the most tiles."""
+        return max(span.lanes for span in self.keys)
+
+    @property
+    def value_lanes(self) -> int:
+        """Of the value head with the most tiles."""
+        return max(span.lanes for span in self.values)
+
+    @property
+    def blocks(self) -> int:
+        """Chunks of a row."""
+        return -(-self.T // CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """Entries of the table of chunks: a boundary cuts a block in two at most once each; whole grid steps."""
+        return self.steps * self.U
+
+    @property
+    def C(self) -> int:
+        """Tokens a chunk."""
+        return CHUNK
+
+    @property
     def steps(self) -> int:
         """Grid steps of a row and a group of heads."""
-        return -(-self.T // (self.U * CHUNK))
+        return -(-(self.blocks + max(self.N - 1, 0)) // self.U)
 
     @property
     def entries(self) -> int:
@@ -235,21 +318,34 @@ class Pipeline(NamedTuple):
         return self.B * self.groups // self.parts * self.steps
 
     @property
-    def tail(self) -> bool:
-        """Whether the last step reaches beyond T."""
-        return self.T % (self.U * CHUNK) != 0
+    def masked(self) -> bool:
+        """Whether there are chunks with rows that are not theirs."""
+        return self.packed or self.T % (self.U * CHUNK) != 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of scalar memory that the table of chunks takes."""
+        return 20 * self.chunks if self.packed else 0
 
     @property
     def vmem(self) -> int:
         """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
-        square = CHUNK * CHUNK
-        tokens = self.U * CHUNK * CHUNK
-        blocks = tokens * (4 * self.P * 2 + 2 * self.heads * self.v_bytes) + 4 * self.heads * square * 4
-        slot = self.heads * (self.summands * 2 * (3 * square + 112 * CHUNK) + 16 * CHUNK * 4) + square * 2
-        slot += 4 * self.P * square if self.keeps_keys else 0
+        square, kept = CHUNK * CHUNK, 4 if self.precision == "highest" else 2
+        key_tiles, value_tiles = self.P * self.K // LANES, self.heads * self.V // LANES
+        K, V = self.key_lanes, self.value_lanes
+        state = self.heads * self.K * -(-self.V // LANES) * LANES * 4
+        tokens = self.U * square
+        blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
+        blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
+        slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
+        slot += 2 * kept * self.P * CHUNK * K if self.keeps_keys else 0
         if self.inside.width:
-            slot += (4 * self.heads + 4 * (2 * self.P + self.heads)) * square
-        return 2 * blocks + self.U * slot + self.heads * square * (16 + 32 * self.summands)
+            slot += 4 * self.heads * CHUNK * V + 4 * (2 * key_tiles + value_tiles) * square
+        scratch = self.heads * K * V * 4 * (self.U if self.packed else 1)
+        if self.packed:
+            scratch += self.U * value_tiles * square * self.v_bytes
+        spilled = self.heads * square * 16 * (1 + 2 * self.summands * (kept // 2)) * max(K, V) // LANES
+        return 2 * blocks + self.U * slot + scratch + spilled
 
 
 #: Chunks of a grid step of the pipeline: at least its depth.
@@ -280,29 +376,38 @@ def pipeline(s: Signature, core: Core) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
     if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]) or not s.has("beta"):
         return None
-    if s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest" or s.chunk_size not in (None, CHUNK):
-        return None
-    if s.T < SHORTEST_ROW or s.has("segment_ids"):
+    if s.chunk_size not in (None, CHUNK) or s.T < SHORTEST_ROW or s.has("segment_ids"):
         return None
     if s.conv is not None and (s.has("mask") or not 2 <= s.conv.width <= 8):
         return None
-    R = s.HV // s.H
-    # A block's gates are whole tiles, or all that there are.
-    P = next((P for P in range(s.H, 0, -1) if s.H % P == 0 and P * R <= HEADS and (P * R % 8 == 0 or P == s.H)), None)
-    if P is None:
+    for P in range(min(s.H, HEADS * s.H // s.HV), 0, -1):
+        p = _pipeline(s, core, P) if s.H % P == 0 else None
+        if p is not None and p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT:
+            return p
+    return None
+
+
+def _pipeline(s: Signature, core: Core, P: int) -> Pipeline | None:
+    """With P key heads a grid step, if their channels and those of their value heads are whole tiles."""
+    R, groups = s.HV // s.H, s.H // P
+    if P * s.K % LANES or P * R * s.V % LANES:
         return None
-    p = Pipeline(
+    return Pipeline(
         B=s.B,
         T=s.T,
+        K=s.K,
+        V=s.V,
+        N=s.N if s.packed else 0,
         P=P,
         R=R,
         U=UNITS,
-        groups=s.H // P,
-        parts=core.cores if s.B * (s.H // P) % core.cores == 0 else 1,
-        summands=1 if s.precision == "fast" else 2,
+        groups=groups,
+        parts=core.cores if s.B * groups % core.cores == 0 else 1,
+        precision=s.precision,
         scale=s.scale,
+        k_bytes=2 if s.precision != "highest" or s.dtype == "bfloat16" else 4,
         v_bytes=2 if s.dtype == "bfloat16" else 4,
         wide_mxu=core.mxu_side == 256,
+        starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
         inside=_inside(s),
     )
-    return p if p.vmem <= core.vmem else None

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .plan import Plan
+from .plan import Pipeline, Plan
 
 __all__ = ["BEGIN", "BLOCK", "END", "FIRST", "FLAGS", "FRESH", "LAST", "SLOT", "WORDS", "chunk_table"]
 
@@ -28,7 +28,7 @@ WORDS = 5
 FIRST, LAST, FRESH = 1, 2, 4
 
 
-def chunk_table(p: Plan, cu_seqlens: Array | None) -> Array:
+def chunk_table(p: Plan | Pipeline, cu_seqlens: Array | None) -> Array:
     """int32 [p.chunks * WORDS], entry by entry. ``cu_seqlens`` [N + 1] may be traced: indices are bound by T."""
     if cu_seqlens is None:
         row, place = np.divmod(np.arange(p.chunks, dtype=np.int32), p.blocks)
@@ -43,8 +43,11 @@ def chunk_table(p: Plan, cu_seqlens: Array | None) -> Array:
     index = jnp.arange(p.chunks, dtype=jnp.int32)
     slot = jnp.clip(jnp.searchsorted(ends, index, side="right"), 0, p.N - 1).astype(jnp.int32)
     place = index - (ends - count)[slot]
-    spare = index >= ends[-1]  # the table is as long as it may have to be; these do nothing, in the last block
-    block = jnp.where(spare, p.blocks - 1, jnp.minimum(start[slot] // p.C + place, p.blocks - 1))
+    # The table is as long as it may have to be. Spare entries go on behind the last sequence, which may end before T
+    # (nobody could check it), and leave zeros there.
+    spare = index >= ends[-1]
+    block = jnp.where(spare, (stop[-1] - 1) // p.C + 1 + index - ends[-1], start[slot] // p.C + place)
+    block = jnp.clip(block, 0, p.blocks - 1)
     within = lambda bound: jnp.where(spare, 0, jnp.clip(bound[slot] - block * p.C, 0, p.C))  # noqa: E731
     flags = jnp.where(spare, 0, FIRST * (place == 0) + LAST * (place == count[slot] - 1))
     before = jnp.concatenate([jnp.full_like(block[:1], -1), block[:-1]])

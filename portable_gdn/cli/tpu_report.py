@@ -30,14 +30,14 @@ def tpu_report(
     key_dim: Annotated[int, typer.Option()] = Shape().key_dim,
     value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
+    sequences: Annotated[int, typer.Option(help="So many packed in the row, each with its state.")] = Shape().sequences,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic."""
     chips = list(CHIPS) if chip == "all" else [chip]
-    shape = Shape(
-        batch, seqlen, heads, heads if value_heads is None else value_heads, key_dim, value_dim, dtype, groups
-    )
+    HV = heads if value_heads is None else value_heads
+    shape = Shape(batch, seqlen, heads, HV, key_dim, value_dim, dtype, groups, sequences)
     with progress_bar("compile") as update:
         update(" ".join(chips), 0, len(chips))
         found = tpu_reports(

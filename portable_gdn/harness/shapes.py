@@ -22,7 +22,8 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 class Shape(NamedTuple):
-    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant."""
+    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant; sequences: so many are packed
+    in the row, each from a state of its own, or 0."""
 
     batch: int = 1
     seqlen: int = 2048
@@ -32,6 +33,7 @@ class Shape(NamedTuple):
     value_dim: int = 128
     dtype: str = "bfloat16"
     groups: int = 2
+    sequences: int = 0
 
 
 def check_shape(op: str, variant: str, shape: Shape) -> None:
@@ -49,13 +51,19 @@ def check_shape(op: str, variant: str, shape: Shape) -> None:
     for name in ("batch", "seqlen", "heads", "value_heads", "key_dim", "value_dim", "groups"):
         if getattr(shape, name) < 1:
             raise bad("--" + name.replace("_", "-"), getattr(shape, name), "be at least 1")
+    if shape.sequences < 0:
+        raise bad("--sequences", shape.sequences, "be at least 0")
+    if shape.sequences and (shape.batch != 1 or op == "step"):
+        raise bad(
+            "--sequences", shape.sequences, "be 0 for a step or more than one row: sequences are packed in one row"
+        )
     if variant == "grouped" and shape.key_dim % shape.groups:
         raise bad("--groups", shape.groups, f"divide --key-dim, which is {shape.key_dim}")
 
 
 def operand_shapes(op: str, variant: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each operand of the rule by name, the state left out; float32 but for q, k and v."""
-    B, T, H, HV, K, V, dtype, n = shape
+    B, T, H, HV, K, V, dtype, n, _ = shape
     decay, gates = VARIANTS[variant]
     lead = (B,) if op == "step" else (B, T)
     x = {"q": ((*lead, H, K), dtype), "k": ((*lead, H, K), dtype), "v": ((*lead, HV, V), dtype)}

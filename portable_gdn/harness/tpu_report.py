@@ -75,6 +75,10 @@ def call(
 
     if fused:
         return _mixer(shape, precision)
+    if shape.sequences:
+        x["cu_seqlens"] = jax.ShapeDtypeStruct((shape.sequences + 1,), jnp.int32)
+        states = (shape.sequences, shape.value_heads, shape.key_dim, shape.value_dim)
+        x["initial_state"] = jax.ShapeDtypeStruct(states, jnp.float32)
 
     def forward(x: dict[str, Any]) -> Any:
         return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas")
@@ -82,7 +86,9 @@ def call(
     if op == "backward":
 
         def both(x: dict[str, Any], cotangents: Any) -> Any:
-            o, pull = jax.vjp(lambda x: forward(x)[0], x)
+            bounds = {name: x[name] for name in x if name == "cu_seqlens"}
+            floats = {name: x[name] for name in x if name not in bounds}
+            o, pull = jax.vjp(lambda floats: forward({**floats, **bounds})[0], floats)
             return o, pull(cotangents)[0]
 
         return both, (x, x["v"])
@@ -94,15 +100,15 @@ def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tup
     import jax
     import jax.numpy as jnp
 
-    from ..api import gated_delta_mixer
+    from ..api import MixerState, gated_delta_mixer
     from ..spec.conv import ShortConv
     from ..spec.gates import SoftplusGate
 
-    B, T, H, HV, K, V, dtype, _ = shape
+    B, T, H, HV, K, V, dtype, _, N = shape
     channels = 2 * H * K + HV * V
     array = lambda *dims, of="float32": jax.ShapeDtypeStruct(dims, getattr(jnp, of))  # noqa: E731
 
-    def forward(qkv: Any, g: Any, beta: Any, weight: Any, A_log: Any, dt_bias: Any) -> Any:
+    def forward(qkv: Any, g: Any, beta: Any, weight: Any, A_log: Any, dt_bias: Any, *packed: Any) -> Any:
         return gated_delta_mixer(
             qkv,
             g,
@@ -112,13 +118,17 @@ def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tup
             key_dim=K,
             qk_l2norm=True,
             gate=SoftplusGate(A_log, dt_bias),
+            state=MixerState(*packed[1:]) if packed else None,
+            cu_seqlens=packed[0] if packed else None,
             output_final_state=True,
             precision=precision,
             backend="pallas",
         )
 
+    packed = (array(N + 1, of="int32"), array(N, HV, K, V), array(N, 3, channels)) if N else ()
     return forward, (
         array(B, T, channels, of=dtype), array(B, T, HV), array(B, T, HV), array(channels, 4), array(HV), array(HV),
+        *packed,
     )  # fmt: skip
 
 
