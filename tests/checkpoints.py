@@ -83,3 +83,53 @@ def load(folder: Path) -> dict[str, np.ndarray]:
         with safe_open(path, "numpy") as file:
             found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return found
+
+
+def save_raw(folder: Path, x: dict[str, np.ndarray], config: dict) -> Path:
+    """As ``save``, for the dtypes that the safetensors package does not write from numpy."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_file(folder / "model.safetensors", x)
+    return folder
+
+
+def write_file(path: Path, x: dict[str, np.ndarray]) -> None:
+    from portable_gdn.checkpoint.dtypes import NAMES
+
+    names = {dtype: name for name, dtype in NAMES.items()}
+    header, data = {}, b""
+    for name, a in x.items():
+        header[name] = {
+            "dtype": names[a.dtype],
+            "shape": list(a.shape),
+            "data_offsets": [len(data), len(data) + a.nbytes],
+        }
+        data += a.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    from portable_gdn.checkpoint.reader import Checkpoint
+
+    found = Checkpoint(path)
+    return {name: found.array(name) for name in found.where}
+
+
+def realistic(name: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """As ``tensors``, of the sizes that trained weights have; no norm where a forgotten 1 + would not show."""
+    rng = np.random.default_rng(seed)
+    centred = name.startswith(("qwen3", "qwen4"))
+    found = {}
+    for key, shape in {**facts(name)["tensors"], **extras(name)}.items():
+        a = rng.standard_normal(shape)
+        if key.endswith("A_log"):
+            a = np.log(rng.uniform(1, 16, shape))
+        elif key.endswith("dt_bias"):
+            a = a - 3  # most tokens decay little, some a lot
+        elif "norm" in key:
+            a = 0.1 * a + (0 if "layernorm" in key and centred else 1)
+        else:
+            a = a * (0.5 if "conv1d" in key else shape[-1] ** -0.5)
+        found[key] = a.astype(np.float32 if FLOAT32.fullmatch(key) else ml_dtypes.bfloat16)
+    return found

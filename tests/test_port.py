@@ -14,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import FAMILIES, checkpoint, facts, load, save, tensors
+from checkpoints import FAMILIES, checkpoint, facts, load, read_file, save, save_raw, tensors, write_file
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, port, run
@@ -267,35 +267,6 @@ def eight_bits(x: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
         else:
             y[name] = a
     return y
-
-
-def save_raw(folder: Path, x: dict[str, np.ndarray], config: dict) -> Path:
-    """As ``save``, for the dtypes that the safetensors package does not write from numpy."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    write_file(folder / "model.safetensors", x)
-    return folder
-
-
-def write_file(path: Path, x: dict[str, np.ndarray]) -> None:
-    from portable_gdn.checkpoint.dtypes import NAMES
-
-    names = {dtype: name for name, dtype in NAMES.items()}
-    header, data = {}, b""
-    for name, a in x.items():
-        header[name] = {
-            "dtype": names[a.dtype],
-            "shape": list(a.shape),
-            "data_offsets": [len(data), len(data) + a.nbytes],
-        }
-        data += a.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def read_file(path: Path) -> dict[str, np.ndarray]:
-    found = Checkpoint(path)
-    return {name: found.array(name) for name in found.where}
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])

@@ -52,7 +52,7 @@ def load_tree(
         if where is None:
             leaf = jax.numpy.asarray(np.array(array))
         else:
-            leaf = jax.make_array_from_callback(shape, where, lambda index, a=array: np.array(a[index]))
+            leaf = jax.make_array_from_callback(shape, where, _reading(array))
         *path, last = name.removeprefix(start).split(".")
         node = tree
         for part in path:
@@ -62,6 +62,10 @@ def load_tree(
         raise bad("under", repr(under), "be a path in the port")
     port.release()
     return tree
+
+
+def _reading(array: np.ndarray) -> Callable[[Any], np.ndarray]:
+    return lambda index: np.array(array[index])
 
 
 def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
@@ -97,7 +101,7 @@ def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, *
     settings = {key: mixer[key] for key in ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps")}
     settings["beta_scale"] = mixer["beta_scale"]
     conv = tree.get("q_conv1d")
-    settings.update(conv_size=conv["kernel"].shape[0] if conv else 0, conv_bias=bool(conv) and "bias" in conv)
+    settings.update(conv_size=conv["kernel"].shape[0] if conv else 0, conv_bias="bias" in (conv or {}))
     if mixer["kind"] != "gdn":
         for name, short in (("decay_rank", "f"), ("gate_rank", "g")):
             factor = tree.get(f"{short}_a_proj")

@@ -558,11 +558,6 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
             f"held; the way back "
             f"must be asked for with --lossy, which casts them back."
         )
-    dropped = [name for name in lost if name in scales or name in record.dequantised]
-    if dropped:
-        raise GdnError(
-            f"{dropped[0]} was in eight bits and its scales were applied; only a port that carries them goes back."
-        )
     return outputs, lost
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ from . import provenance
 from .families import family_named
 from .plan import Plan, Shard, plan_back, plan_port, read, shards
 from .reader import Checkpoint
-from .run import Progress, Session, session
+from .run import Progress, Session, session, slabs
 from .targets.family import target_config
 
-__all__ = ["Outcome", "back", "plan_of", "port"]
+__all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]
 
 SHARD = 5 * 10**9
 
@@ -149,6 +150,11 @@ def back(
     whole = Checkpoint(folder, [*facts["files"], *facts["side_files"]])
     outputs, lost = plan_back(record, whole, lossy)
     by_name = {output.name: output for output in outputs}
+    for name in lost:
+        if name not in by_name:
+            raise GdnError(
+                f"{name} was in eight bits and its scales were applied; only a port that carries them goes back."
+            )
     files = [
         Shard(name, header.raw, tuple(by_name[n] for n in header.tensors)) for name, header in record.headers.items()
     ]
@@ -177,6 +183,35 @@ def back(
             own = folder / provenance.SOURCE / path.name
             current.text(path.name, (own if own.is_file() else path).read_bytes())
     return Outcome(out, names, len(outputs), total, current.resumed, changed)
+
+
+def digests_back(
+    folder: Path, progress: Progress = _quiet
+) -> tuple[dict[str, str], dict[str, str], set[str], set[str]]:
+    """What the way back would give, without writing it.
+
+    Returns:
+        SHA-256 of every tensor when it was ported; of every tensor now; the names of those that were cast because it
+        was asked for; the names of those whose dtype is another in the port and should not be.
+
+    Raises:
+        GdnError: as ``back``.
+    """
+    record, facts = provenance.read_record(folder)
+    whole = Checkpoint(folder, [*facts["files"], *facts["side_files"]])
+    outputs, lost = plan_back(record, whole, lossy=True)
+    asked = facts["casts"]
+    recast = {o.name for o in outputs if o.cast and not any(name in asked for name in o.sources)}
+    cast = {*lost, *(o.name for o in outputs if o.cast)} - recast
+    found = {}
+    for done, output in enumerate(outputs, 1):
+        state = hashlib.sha256()
+        for data in slabs(output, whole):
+            state.update(data)
+        whole.release()
+        found[output.name] = state.hexdigest()
+        progress(output.name, done, len(outputs))
+    return dict(facts["source"]["tensors"]), found, cast, recast
 
 
 def _stamp(checkpoint: Checkpoint) -> str:

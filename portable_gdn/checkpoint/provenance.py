@@ -69,7 +69,7 @@ def write(
             output.name: hashes[output.name] for output in (*plan.outputs, *plan.side) if output.name in hashes
         },
         "source": {
-            "folder": source.checkpoint.folder.name,
+            "path": str(source.checkpoint.path.absolute()),
             "index": source.checkpoint.index,
             "files": {name: path.stat().st_size for name, path in source.checkpoint.files.items()},
             "tensors": source_hashes,

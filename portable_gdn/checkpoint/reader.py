@@ -49,8 +49,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class Checkpoint:
     """The safetensors files of a folder (or one file), opened by their headers alone.
 
-    files: their paths by name. headers: by the same names. where: file and place of each tensor. config: of config.json
-    beside them, empty if there is none. index: the index file's name, or None.
+    path: what was opened. files: their paths by name. headers: by the same names. where: file and place of each tensor.
+    config: of config.json beside them, empty if there is none. index: the index file's name, or None.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
@@ -59,6 +59,7 @@ class Checkpoint:
         Raises:
             GdnError: there is no checkpoint, or its headers or index cannot be trusted.
         """
+        self.path = path
         self.folder = path if path.is_dir() else path.parent
         self.index: str | None = None
         listed: Mapping[str, str] | None = None

@@ -27,7 +27,7 @@ from .header import parse_header
 from .plan import Output, Shard
 from .reader import Checkpoint
 
-__all__ = ["SLAB", "Progress", "Session", "digest", "session"]
+__all__ = ["SLAB", "Progress", "Session", "digest", "session", "slabs"]
 
 SLAB = 64 * 2**20
 _PIECE = 8 * 2**20
@@ -117,7 +117,7 @@ class Session:
                     if name not in sources and name not in self.source_hashes and output.verbatim != name:
                         sources[name] = hasher.submit(_digest_of, source, name)
                 state = hashlib.sha256()
-                for data in self._slabs(output, source, array):
+                for data in slabs(output, source, array):
                     if pending is not None:
                         pending.result()
                     pending = sink.submit(_put, file, state, data)
@@ -136,14 +136,6 @@ class Session:
             os.fsync(file.fileno())
         source.release()
         return used
-
-    @staticmethod
-    def _slabs(output: Output, source: Checkpoint, array: Callable[[str], np.ndarray]) -> Iterator[Any]:
-        if output.copied is not None or output.verbatim is not None:
-            yield from source.chunks(output.verbatim or output.copied)  # type: ignore[arg-type]
-            return
-        for slab in output.slabs(SLAB):
-            yield memoryview(output.fill(slab, array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
     def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
         """Read a file back, compare every tensor's hash, give it its name and note it in the journal."""
@@ -176,6 +168,19 @@ class Session:
         path = self.partial / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def slabs(
+    output: Output, source: Checkpoint, array: Callable[[str], np.ndarray] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A tensor's bytes to write, in pieces of bounded size."""
+    same = output.verbatim
+    if same is not None:
+        yield from source.chunks(same)
+        return
+    for slab in output.slabs(SLAB):
+        data: Any = output.fill(slab, array or source.array).reshape(-1).view(np.uint8)
+        yield memoryview(data)
 
 
 def _digest_of(source: Checkpoint, name: str) -> str:

@@ -12,12 +12,12 @@ from rich import box
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ..checkpoint import porting, provenance
+from ..checkpoint import porting, proof, provenance
 from ..checkpoint.families import ALL
 from ..checkpoint.plan import TARGETS
 from ..checkpoint.report import describe_plan
 from ..spec.errors import bad
-from .output import console, messages, print_json
+from .output import console, messages, print_json, progress_bar
 
 __all__ = ["inspect", "port"]
 
@@ -61,9 +61,23 @@ def port(
     ] = None,
     shard_size: Annotated[float, typer.Option(help="GB a file has at most.")] = porting.SHARD / 1e9,
     lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove a port: its bytes, and its layers against the original code.")
+    ] = False,
+    original: Annotated[
+        Path | None, typer.Option("--source", help="With --check: the checkpoint, if it is no longer where it was.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", help="With --check: ours to compare; may be repeated; xla.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint in another format, or with --back what a port was made of."""
+    """Write a checkpoint in another format, with --back what a port was made of, or with --check prove a port."""
+    if check:
+        if back or to is not None or out is not None or dry_run:
+            raise bad("--check", "given together with --to, --back, --dry-run or a folder to write", "stand alone")
+        _check(source, original, backend or ["xla"], as_json)
+        return
     if not shard_size > 0:
         raise bad("--shard-size", shard_size, "be positive")
     if back == (to is not None):
@@ -104,6 +118,51 @@ def port(
         console.print(f"{same} of {outcome.tensors} have the bytes that were ported")
     if outcome.changed:
         _names("changed" if back else "cast", outcome.changed)
+
+
+def _check(port: Path, source: Path | None, backends: list[str], as_json: bool) -> None:
+    with progress_bar("check") as update:
+        report = proof.check(port, source, backends=backends, progress=update)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print_report(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _print_report(report: proof.Report) -> None:
+    kinds: dict[str, int] = {}
+    for how in report.tensors.values():
+        kinds[how] = kinds.get(how, 0) + 1
+    console.print(f"{len(report.tensors)} tensors of {report.source}, by what the way back would give:", markup=False)
+    for how, count in kinds.items():
+        console.print(f"  {count:6} {_HOW.get(how, how)}", markup=False)
+    for sentence in report.wrong[:8]:
+        console.print(f"  FAILS: {sentence}", markup=False)
+    if len(report.wrong) > 8:
+        console.print(f"  FAILS: and {len(report.wrong) - 8} more")
+    table = _table("backend", "original", "what", "worst error", "limit", "in layer", "")
+    groups: dict[tuple[str, str, str], list[proof.Finding]] = {}
+    for finding in report.findings:
+        groups.setdefault((finding.backend, finding.code, finding.what), []).append(finding)
+    for (backend, code, what), found in groups.items():
+        worst = max(found, key=lambda f: f.error if f.error == f.error else float("inf"))
+        verdict = "[green]holds[/]" if all(f.ok for f in found) else "[bold red]FAILS[/]"
+        where = "-" if worst.layer is None else f"{worst.layer} of {len(found)}"
+        table.add_row(backend, code, what, f"{worst.error:.1e}", f"{worst.limit:.0e}", where, verdict)
+    if groups:
+        console.print(table)
+    if report.unrun is not None:
+        console.print(f"not run: {report.unrun}", markup=False)
+    console.print("[green]holds[/]" if report.ok else "[bold red]fails[/]")
+
+
+_HOW = {
+    "bytes": "with the source's bytes and dtype",
+    "bytes, and run": "with the source's bytes and dtype, and run in a layer beside the original's",
+    "differs": "that differ",
+}
 
 
 @contextmanager
@@ -170,7 +229,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
 def _print_port(facts: dict[str, Any]) -> None:
     families = {family.name: family.title for family in ALL}
     console.print(
-        f"a port to {facts['target']} of {facts['source']['folder']}, {families.get(facts['family'], facts['family'])}",
+        f"a port to {facts['target']} of {facts['source']['path']}, {families.get(facts['family'], facts['family'])}",
         markup=False,
     )
     console.print(

@@ -1,0 +1,46 @@
+"""The process in which original and port meet, FLA hidden: an order on standard input, one JSON object a line out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from itertools import product
+from pathlib import Path
+
+__all__: list[str] = []
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to standard error
+
+    def say(**facts: object) -> None:
+        print(json.dumps(facts), file=answers, flush=True)
+
+    from ...spec.errors import GdnError
+    from ..plan import read
+    from ..reader import Checkpoint
+    from .oracle import hide_fla, layers_alone, whole_model
+    from .ours import compare, compare_logits
+
+    order = json.loads(sys.stdin.read())
+    try:
+        hide_fla()
+        for job in order["jobs"]:
+            source = read(Checkpoint(Path(job["source"])), job["family"])
+            original = whole_model(source) if job["whole"] else layers_alone(source)
+            for port, backend in product(job["ports"], order["backends"]):
+                for number, what, error in compare(Path(port), original, backend):
+                    code = original.layers[number].code
+                    say(port=port, backend=backend, layer=number, what=what, error=error, code=code)
+                if original.logits is not None:
+                    error = compare_logits(Path(port), original, backend)
+                    say(port=port, backend=backend, layer=None, what="logits", error=error, code="the whole model")
+        say(done=True)
+    except GdnError as error:
+        say(refused=str(error))
+
+
+if __name__ == "__main__":
+    _serve()
