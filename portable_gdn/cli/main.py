@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..spec.errors import GdnError
-from . import bisect, capture, compare, gpu_report, info, port, record, tpu_report, verify
+from . import bisect, capture, check, compare, doctor, gpu_report, handover, info, port, record, tpu_report, verify
 
 __all__ = ["app", "main"]
 
@@ -24,6 +24,9 @@ app.command()(verify.verify)
 app.command()(record.record)
 app.command()(compare.compare)
 app.command()(bisect.bisect)
+app.command()(check.check)
+app.command()(handover.handover)
+app.command()(doctor.doctor)
 app.command()(capture.capture)
 app.command()(port.port)
 app.command()(port.inspect)

@@ -1,1 +1,18 @@
-"""The proof: cases, recordings of real activations, and the comparison of every backend with the oracle."""
+"""The proof: cases, recordings, comparisons of backends with the oracle and with each other, properties, doctor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .properties import check
+
+__all__ = ["check"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "check":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .properties import check
+
+    return check

@@ -18,18 +18,18 @@ __all__ = ["Truth"]
 class Truth:
     """Exact results of one case, and expectations by rounding."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, gradients: bool = True) -> None:
         # A copy of the dict: the door may put another form of an operand into it. The oracle knows no precision, and
         # chunks that a backend cannot have are no concern of its.
         options = inputs.options._replace(precision=None, chunk_size=None)
         self.problem, _ = door.normalise(dict(inputs.operands), options, "numpy", check_values=True)
-        self.cotangents = inputs.cotangents
-        self.exact = evaluate(self.problem, inputs.cotangents)
+        self.cotangents = inputs.cotangents if gradients else None
+        self.exact = evaluate(self.problem, self.cotangents)
         self._expected: dict[Any, Expectation] = {}
 
-    def expectation(self, rounding: Rounding) -> Expectation:
-        """What separates a backend that rounds like this from the exact results."""
-        key = rounding.key()
+    def expectation(self, rounding: Rounding | None) -> Expectation:
+        """What separates a backend that rounds like this from the exact results; None: what separates any."""
+        key = None if rounding is None else rounding.key()
         if key not in self._expected:
             self._expected[key] = expect(self.problem, self.cotangents, rounding, self.exact)
         return self._expected[key]

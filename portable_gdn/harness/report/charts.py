@@ -114,9 +114,9 @@ def histogram(shares: Sequence[Mapping[str, float]], names: Sequence[str]) -> Ma
     )
     thick = min(slot / len(shares) - 2, 12)
     for j, kind in enumerate(kinds):
-        body.append(
-            _text(slot * (j + 0.5), height - 2, kind if kind in ("0", "more") else f"≤{kind}", "tick", "middle")
-        )
+        if len(kinds) <= 8 or j % 2 == 0:
+            label = kind if kind in ("0", "more") else f"≤{kind}"
+            body.append(_text(slot * (j + 0.5), height - 2, label, "tick", "middle"))
         for i, side in enumerate(shares):
             share = side.get(kind, 0.0)
             tall = (height - bottom - 8) * share

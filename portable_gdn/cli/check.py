@@ -1,0 +1,76 @@
+"""``portable-gdn check``: properties of a backend on many drawn cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ..harness.compute import one_thread
+from ..harness.fuzz import Fuzzed, fuzz, reproducer
+from ..harness.properties import PROPERTIES
+from ..harness.run_file import check_target
+from ..spec.errors import bad
+from .output import console, print_json, progress_bar, write_whole
+
+__all__ = ["check"]
+
+
+def check(
+    backend: Annotated[str, typer.Option("--backend", "-b", help="Whose properties.")],
+    cases: Annotated[int, typer.Option(help="Cases in all.")] = 2000,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same cases.")] = 0,
+    only: Annotated[list[str] | None, typer.Option("--property", help="Only this one; may be repeated.")] = None,
+    reproducers: Annotated[Path, typer.Option(help="Folder for one file a failure.")] = Path(),
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the summary here, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Draw cases from the whole operand space and hold a backend to what must be true of any; what fails is shrunk."""
+    if cases < 1:
+        raise bad("--cases", str(cases), "be at least 1")
+    if minutes is not None and minutes <= 0:
+        raise bad("--minutes", str(minutes), "be positive")
+    if not reproducers.is_dir():
+        raise bad("--reproducers", str(reproducers), "be a folder that exists")
+    if output is not None:
+        check_target(output)
+    one_thread()
+    with progress_bar("check") as update:
+        found = fuzz(backend, cases, None if minutes is None else 60 * minutes, seed, only, progress=update)
+    files = [reproducer(failure, reproducers) for failure in found.failures]
+    if output is not None:
+        write_whole(output, json.dumps(found.as_dict(), indent=1))
+    if as_json:
+        print_json({**found.as_dict(), "reproducers": [str(path) for path in files]})
+    else:
+        _print(found, files)
+    if found.failures or not found.held:
+        raise typer.Exit(1)
+
+
+def _print(found: Fuzzed, files: list[Path]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("property", "held", "refused", ""):
+        table.add_column(name, justify="right" if name in ("held", "refused") else "left", no_wrap=not name)
+    failed = {failure.property: failure for failure in found.failures}
+    for name in PROPERTIES:
+        if found.held[name] or found.refused[name] or name in failed:
+            said = "[bold red]FAILS[/]" if name in failed else ""
+            table.add_row(name, str(found.held[name]), str(found.refused[name] or ""), said)
+    console.print(table)
+    for failure, path in zip(found.failures, files, strict=True):
+        console.print(f"{failure.property}: {failure.sentence}", markup=False)
+        console.print(f"  {path}: python {path} shows it again", markup=False)
+    if not found.held:
+        console.print("[bold red]fails[/]: nothing was computed")
+        return
+    verdict = "[bold red]fails[/]" if found.failures else "[green]holds[/]"
+    console.print(
+        f"{verdict}: {found.tried} cases on {found.backend} in {found.seconds:.0f} s, seed {found.seed}: "
+        f"{len(found.failures)} failures, {found.refused.total()} refused"
+    )

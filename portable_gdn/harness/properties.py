@@ -1,0 +1,498 @@
+"""What must hold of any backend, whatever the call: properties over the whole operand space, drawn by hypothesis.
+
+    from portable_gdn.harness import check
+    check("mine")                      # or check(backend); raises AssertionError with the smallest case that fails
+
+A property takes a backend and a ``Case``, the recipe of one call, and raises ``Violation`` with a sentence. Where
+design says to the bit, it is to the bit; else each result is held to the budget of its declared roundings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import dispatch, door
+from ..spec.errors import GdnError
+from ..spec.evaluate import evaluate
+from ..spec.problem import Backend
+from .cases import PACKED, Case, Inputs, build
+from .compute import computed
+from .judge import by_head, judge
+from .randoms import normal
+from .truth import Truth
+
+__all__ = ["PROPERTIES", "Refused", "Violation", "cases", "check", "hold"]
+
+Arrays = dict[str, Any]
+TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "mask", "segment_ids")
+
+
+class Violation(AssertionError):
+    """A property that does not hold, in a sentence."""
+
+
+class Refused(Exception):
+    """The backend does not compute such a call, which is no violation."""
+
+
+def _problem(backend: Backend, inputs: Inputs) -> Any:
+    operands = backend.from_numpy({n: np.array(a) for n, a in inputs.operands.items()})
+    try:
+        return door.normalise(operands, inputs.options, backend.name)[0]
+    except GdnError as error:
+        raise Refused(str(error)) from None
+
+
+def _run(backend: Backend, inputs: Inputs) -> Arrays:
+    """o, state, conv_state as numpy arrays."""
+    try:
+        result = door.run(_problem(backend, inputs), backend)
+    except GdnError as error:  # for what the operands hold
+        raise Refused(str(error)) from None
+    found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
+    return {name: np.asarray(backend.to_numpy(a)) for name, a in found.items() if a is not None}
+
+
+def _need(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise Violation(sentence)
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _changed(inputs: Inputs, where: Any, seed: int) -> Inputs:
+    """Other finite values of the token operands at ``where``, a boolean [B, T]."""
+    x = {name: np.array(a) for name, a in inputs.operands.items()}
+    for name in ("q", "k", "v", "qkv", "g", "beta", "erase", "write"):
+        if name in x:
+            other = normal(seed, f"other {name}", x[name].shape)
+            other = -np.abs(other) if name == "g" and inputs.options.gate is None else other
+            if name in ("beta", "erase", "write"):
+                other = 1 / (1 + np.exp(-other))
+            x[name][where] = other.astype(x[name].dtype)[where]
+    return inputs._replace(operands=x)
+
+
+def _tokens(inputs: Inputs, part: slice, carry: Arrays | None = None) -> Inputs:
+    """Some tokens of rows that are no packed sequences, states carried on."""
+    x = {name: a[:, part] if name in TOKENS else a for name, a in inputs.operands.items()}
+    if carry is not None:
+        x["initial_state"] = carry["state"]
+        x |= {"conv_state": carry["conv_state"]} if "conv_state" in carry else {}
+    return inputs._replace(operands=x)
+
+
+def _size(inputs: Inputs) -> tuple[int, int]:
+    a = inputs.operands["qkv" if "qkv" in inputs.operands else "q"]
+    return (a.shape[0], 1) if inputs.options.step else (a.shape[0], a.shape[1])
+
+
+def _whole_rows(case: Case) -> Case:
+    """The case as a plain batch, whose rows may be cut anywhere."""
+    return replace(case, layout="rows") if case.layout != "rows" else case
+
+
+def _close(backend: Backend, inputs: Inputs, found: Arrays, what: str, times: float = 1.0) -> None:
+    """Results within the budget of this call."""
+    truth = Truth(inputs, gradients=any(name.startswith("grad_") for name in found))
+    s = truth.problem.signature
+    least = truth.expectation(None)
+    for name, value in found.items():
+        exact = least.exact.get(name)
+        if exact is None or not exact.size or judge(name, value, least, s).ok:
+            continue
+        expectation = truth.expectation(backend.rounding(_problem(backend, inputs).signature))
+        verdict = judge(name, value, expectation, s)
+        if not verdict.judged:
+            continue
+        _need(
+            bool(verdict.error <= times * verdict.budget or verdict.ok),
+            f"{what}: {name} is off by {verdict.error:.2e} in head {verdict.head}, budget {times * verdict.budget:.2e}",
+        )
+
+
+# the properties ------------------------------------------------------------------------------------------------------
+
+
+def oracle(backend: Backend, case: Case) -> None:
+    """Outputs, states and gradients lie within the budget of the declared roundings."""
+    inputs = build(case)
+    try:
+        found = computed(backend, _problem(backend, inputs), inputs)
+    except GdnError as error:
+        raise Refused(str(error)) from None
+    _close(backend, inputs, found, "against the oracle")
+
+
+def causality(backend: Backend, case: Case) -> None:
+    """Changes at tokens from P on leave outputs before P as they were, to the bit."""
+    case = _whole_rows(case)
+    inputs = build(case)
+    _, T = _size(inputs)
+    if T < 2:
+        return
+    P = 1 + case.seed % (T - 1)
+    later = np.broadcast_to(np.arange(T) >= P, (_size(inputs)[0], T))
+    a, b = _run(backend, inputs)["o"], _run(backend, _changed(inputs, later, case.seed))["o"]
+    _need(_same_bits(a[:, :P], b[:, :P]), f"changes at tokens from {P} on reach o before them")
+
+
+def neighbours(backend: Backend, case: Case) -> None:
+    """Changes in one packed sequence, NaN among them, leave the others as they were, to the bit."""
+    case = replace(case, layout=case.layout if case.layout in PACKED else "packed")
+    inputs = build(case)
+    bounds = np.asarray(inputs.operands["cu_seqlens"])
+    live = np.flatnonzero(np.diff(bounds))
+    n = int(live[case.seed % len(live)])
+    token = np.arange(bounds[-1])
+    inside = (token >= bounds[n]) & (token < bounds[n + 1])
+    other = _changed(inputs, inside[None], case.seed)
+    if case.seed % 3 == 0:
+        name = "qkv" if "qkv" in other.operands else "v"
+        other.operands[name][0, bounds[n]] = np.nan
+    a, b = _run(backend, inputs), _run(backend, other)
+    _need(_same_bits(a["o"][0, ~inside], b["o"][0, ~inside]), f"changes in sequence {n} reach outputs of others")
+    rest = np.arange(len(bounds) - 1) != n
+    for name in ("state", "conv_state"):
+        if name in a:
+            _need(_same_bits(a[name][rest], b[name][rest]), f"changes in sequence {n} reach the {name} of others")
+
+
+def packed_as_alone(backend: Backend, case: Case) -> None:
+    """A packed sequence gives what it gives alone; an empty one gives its initial state, to the bit."""
+    case = replace(case, layout=case.layout if case.layout in PACKED else "packed with empties")
+    inputs = build(case)
+    bounds = [int(x) for x in np.asarray(inputs.operands["cu_seqlens"])]
+    packed = _run(backend, inputs)
+    for n, (b, e) in enumerate(pairwise(bounds)):
+        if b == e:
+            start = inputs.operands.get("initial_state")
+            start = np.zeros_like(packed["state"]) if start is None else start
+            _need(_same_bits(packed["state"][n], start[n]), f"empty sequence {n} does not return its initial state")
+    n = int(np.flatnonzero(np.diff(bounds))[case.seed % np.count_nonzero(np.diff(bounds))])
+    b, e = bounds[n], bounds[n + 1]
+    x = {name: a for name, a in inputs.operands.items() if name != "cu_seqlens"}
+    x = {name: a[n : n + 1] if name.endswith("_state") else a for name, a in x.items()}
+    alone = _tokens(inputs._replace(operands=x), slice(b, e))
+    part = {name: a[:, b:e] if name == "o" else a[n : n + 1] for name, a in packed.items()}
+    _close(backend, alone, part, f"packed sequence {n}")
+
+
+def splits(backend: Backend, case: Case) -> None:
+    """A sequence in two pieces, states carried on, gives what it gives at once."""
+    case = _whole_rows(case)
+    inputs = build(case)
+    _, T = _size(inputs)
+    P = case.seed % (T + 1)
+    first = _run(backend, _tokens(inputs, slice(0, P)))
+    second = _run(backend, _tokens(inputs, slice(P, T), first))
+    joined = {**second, "o": np.concatenate([first["o"], second["o"]], 1)}
+    _close(backend, inputs, joined, f"in two pieces, cut at {P}", 2)
+
+
+def steps(backend: Backend, case: Case) -> None:
+    """Token by token, one step a token, gives what the chunks give."""
+    case = replace(_whole_rows(case), T=min(case.T, 6), conv=None)
+    inputs = build(case)
+    state, outputs = inputs.operands.get("initial_state"), []
+    if state is None:
+        return
+    for t in range(_size(inputs)[1]):
+        x = {name: a[:, t] if name in TOKENS else a for name, a in inputs.operands.items()}
+        x["initial_state"] = state
+        found = _run(backend, inputs._replace(operands=x, options=inputs.options._replace(step=True)))
+        outputs.append(found["o"])
+        state = found["state"]
+    if outputs:
+        _close(backend, inputs, {"o": np.stack(outputs, 1), "state": state}, "step by step", 2)
+
+
+def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
+    """Key heads with all that is theirs, and rows, in another order."""
+    x = dict(inputs.operands)
+    H = x["q"].shape[2]
+    for name, a in x.items():
+        axis = 1 if name == "initial_state" else 0 if name in ("A_log", "dt_bias") else 2
+        if name in ("mask", "segment_ids"):
+            x[name] = a[rows]
+            continue
+        per = a.shape[axis] // H
+        order = (heads[:, None] * per + np.arange(per)).ravel()
+        a = np.take(a, order, axis)
+        x[name] = a if name in ("A_log", "dt_bias") else a[rows]
+    return inputs._replace(operands=x)
+
+
+def permutations(backend: Backend, case: Case) -> None:
+    """Heads, and rows, in another order give the same in that order."""
+    case = replace(case, layout="rows" if case.layout in PACKED else case.layout, conv=None, B=max(case.B, 2))
+    inputs = build(case)
+    B, H, HV = case.B, case.H, case.HV
+    heads, rows = np.roll(np.arange(H), 1)[::-1], np.arange(B)[::-1]
+    other = _run(backend, _reordered(inputs, heads, rows))
+    back = np.argsort((heads[:, None] * (HV // H) + np.arange(HV // H)).ravel())
+    axis = 1 if inputs.options.step else 2
+    found = {"o": np.take(other["o"], back, axis)[np.argsort(rows)]}
+    if "state" in other:
+        found["state"] = other["state"][:, back][np.argsort(rows)]
+    _close(backend, inputs, found, "heads and rows in another order")
+
+
+def scaling(backend: Backend, case: Case) -> None:
+    """v and the state doubled double o and the state; the scale doubled doubles o: to the bit, but for underflow."""
+    case = replace(case, conv=None)
+    inputs = build(case)
+    if case.layout in ("left padding", "right padding", "holes") or not inputs.operands["q"].size:
+        return
+    plain = _run(backend, inputs)
+    x = dict(inputs.operands)
+    x["v"] = x["v"] * x["v"].dtype.type(2)
+    if "initial_state" in x:
+        x["initial_state"] = x["initial_state"] * np.float32(2)
+    doubled = _run(backend, inputs._replace(operands=x))
+    scale = 2 * case.K**-0.5
+    louder = _run(backend, inputs._replace(options=inputs.options._replace(scale=scale)))
+    small = {"float32": 2.0**-120, "bfloat16": 2.0**-110, "float16": 2.0**-13}[case.dtype]
+    for what, found, factors in (("v and the state", doubled, (2, 2)), ("the scale", louder, (2, 1))):
+        for name, factor in zip(("o", "state"), factors, strict=True):
+            a, b = (np.asarray(y[name], np.float64) for y in (found, plain))
+            with np.errstate(invalid="ignore"):
+                off = np.abs(a - factor * b)
+            big = ~np.isfinite(a) & ~np.isfinite(b) | (np.abs(factor * b) > 6e4 if case.dtype == "float16" else False)
+            _need(bool(np.all((off <= small) | big)), f"{what} doubled: {name} is off by {np.nanmax(off):.2e}")
+
+
+def dtypes(backend: Backend, case: Case) -> None:
+    """The same values as float32 give no larger an error than in 16 bits."""
+    if case.dtype == "float32" or case.layout == "step":
+        return
+    inputs = build(case)
+    wide = {n: a.astype(np.float32) if n in ("q", "k", "v", "qkv") else a for n, a in inputs.operands.items()}
+    other = inputs._replace(operands=wide, options=inputs.options._replace(precision="highest"))
+    found, better = _run(backend, inputs), _run(backend, other)
+    truth = Truth(other, gradients=False)
+    s = truth.problem.signature
+    e = truth.expectation(backend.rounding(_problem(backend, other).signature))
+    for name in ("o", "state"):
+        if name not in e.exact or not e.exact[name].size:
+            continue
+        errors = [by_head(name, np.asarray(x[name], np.float64) - e.exact[name], s) for x in (found, better)]
+        budget = 3 * (e.u[name] + e.E[name]) + e.floor[name]
+        if np.any(e.E[name] > 0.1 * by_head(name, e.exact[name], s)):
+            continue
+        _need(bool(np.all(errors[1] <= errors[0] + budget)), f"float32 inputs give {name} a larger error than 16 bits")
+
+
+def finite_differences(backend: Backend, case: Case) -> None:
+    """Gradients agree with differences of the float64 oracle along a random direction."""
+    T = min(case.T, 5)
+    variant = "GDN" if case.variant == "tile-grouped" else case.variant
+    gates = case.gates if case.gates in ("mild", "-3 each", "zero") else "mild"
+    layout = "rows" if case.layout in (*PACKED, "step") else case.layout
+    case = replace(case, T=T, variant=variant, gates=gates, layout=layout, conv=None)
+    case = replace(case, dtype="float32", K=4, V=4, H=1, HV=2, B=1)
+    inputs = build(case)
+    if not T:
+        return
+    gradients = {
+        n.removeprefix("grad_"): np.asarray(a, np.float64)
+        for n, a in computed(backend, _problem(backend, inputs), inputs).items()
+        if n.startswith("grad_")
+    }
+    truth = Truth(inputs)
+    directions = {n: normal(case.seed, f"direction {n}", gradients[n].shape) for n in gradients}
+    if case.gates == "zero" and "g" in directions:
+        directions["g"] = -np.abs(directions["g"])  # positive gates are none
+    mask = inputs.operands.get("mask")
+    for name in directions:
+        if mask is not None and name in TOKENS:
+            directions[name] = np.where(
+                mask.reshape(*mask.shape, *(1,) * (directions[name].ndim - 2)), directions[name], 0
+            )
+
+    def loss(h: float) -> float:
+        x = {
+            n: np.asarray(a, np.float64) + h * directions[n] if n in directions else a
+            for n, a in truth.problem.operands.items()
+        }
+        if mask is not None:
+            x = {n: np.where(np.isnan(a), 0.0, a) if n in directions else a for n, a in x.items()}
+        e = evaluate(truth.problem._replace(operands=x))
+        d = inputs.cotangents
+        return float(
+            (e.o * np.asarray(d["o"], np.float64)).sum() + (e.state * np.asarray(d["state"], np.float64)).sum()
+        )
+
+    h = 1e-4
+    slope = (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)  # error h^4
+    found = sum(float((gradients[n] * directions[n]).sum()) for n in gradients)
+    allowed = 0.0
+    for rounding in (None, backend.rounding(_problem(backend, inputs).signature)):
+        e, allowed = truth.expectation(rounding), 1e-8 * max(1.0, abs(slope))
+        for n in gradients:
+            name = f"grad_{n}"
+            budget = 3 * (e.u[name] + e.E[name]) + e.floor[name]
+            allowed += float((budget * by_head(name, directions[n], truth.problem.signature)).sum())
+        if abs(found - slope) <= allowed:
+            return
+    _need(
+        abs(found - slope) <= allowed,
+        f"slope {found:.9g} of the gradients, {slope:.9g} of the oracle, allowed {allowed:.1e}",
+    )
+
+
+def resets(backend: Backend, case: Case) -> None:
+    """Behind a hard reset nothing depends on what came before it, to the bit."""
+    case = replace(_whole_rows(case), gate=None, conv=None, gates="mild")
+    inputs = build(case)
+    _, T = _size(inputs)
+    if "g" not in inputs.operands or T < 2:
+        return
+    P = 1 + case.seed % (T - 1)
+    g = np.array(inputs.operands["g"])
+    g[:, P] = -np.inf if case.seed % 2 else -1e4
+    inputs = inputs._replace(operands={**inputs.operands, "g": g})
+    before = np.broadcast_to(np.arange(T) < P, (_size(inputs)[0], T))
+    a, b = _run(backend, inputs), _run(backend, _changed(inputs, before, case.seed))
+    _need(
+        _same_bits(a["o"][:, P:], b["o"][:, P:]), f"what came before the reset at token {P} reaches outputs behind it"
+    )
+    _need(_same_bits(a["state"], b["state"]), f"what came before the reset at token {P} reaches the final state")
+
+
+def tiny(backend: Backend, case: Case) -> None:
+    """No tokens: no outputs, states as they were. One token: within the budget."""
+    case = replace(_whole_rows(case), gates="mild")
+    none = build(replace(case, T=0))
+    found = _run(backend, none)
+    _need(found["o"].size == 0, f"no tokens, and o has shape {found['o'].shape}")
+    start = none.operands.get("initial_state", np.zeros_like(found["state"]))
+    _need(_same_bits(found["state"], np.asarray(start)), "no tokens, and the state is another")
+    one = build(replace(case, T=1))
+    _close(backend, one, _run(backend, one), "one token")
+
+
+Property = Callable[[Backend, Case], None]
+
+PROPERTIES: Mapping[str, Property] = {
+    p.__name__: p
+    for p in (
+        oracle, causality, neighbours, packed_as_alone, splits, steps, permutations, scaling, dtypes,
+        finite_differences, resets, tiny,
+    )
+}  # fmt: skip
+
+
+# drawing -------------------------------------------------------------------------------------------------------------
+
+VARIANTS = ("GDN", "KDA", "DeltaNet", "tile-grouped", "GDN-2", "GLA", "GLA (scalar)", "linear attention")
+LAYOUTS = ("rows", "packed", "packed with empties", "segments", "left padding", "right padding", "holes")
+GATES = (
+    "mild",
+    "zero",
+    "half zero",
+    "-3 each",
+    "-20 each",
+    "one -100",
+    "one -1e6",
+    "one -inf",
+    "many resets",
+    "strong",
+)
+KEYS = (("random", "random"), ("random", "0"), ("correlated 0.9", "1"), ("repeated", "1"), ("random", "1.998"))
+
+
+def cases(few_shapes: bool = False) -> Any:
+    """A hypothesis strategy of ``Case``, simplest first: what fails shrinks to a few tokens, one head, plain gates.
+
+    Args:
+        few_shapes: draw from some shapes only, for backends that compile a program for each.
+    """
+    from hypothesis import strategies as st
+
+    one = st.sampled_from
+    sizes = [(1, 1, 1, 8, 8), (5, 1, 2, 16, 24), (33, 2, 4, 16, 8), (65, 1, 1, 24, 16)]
+
+    @st.composite
+    def draw_case(draw: Any) -> Case:
+        if few_shapes:
+            T, H, HV, K, V = draw(one(sizes))
+            B = 1
+        else:
+            T = draw(st.integers(1, 70) | one((0, 1, 15, 16, 17, 63, 64, 65, 96, 130)))
+            H, B = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+            HV, K, V = H * draw(st.integers(1, 3)), 2 * draw(st.integers(2, 16)), draw(st.integers(1, 32))
+        layout, (keys, beta) = draw(one(LAYOUTS)), draw(one(KEYS))
+        conv = draw(one((None, None, None, 4)))
+        return Case(
+            "drawn", draw(one(VARIANTS)), T, draw(one(("float32", "bfloat16", "float16"))), B, H, HV, K, V,
+            draw(one(GATES)), keys, beta, layout, draw(st.booleans()), draw(one(("kv", "vk"))),
+            conv is not None or draw(st.booleans()), draw(one((None, None, "softplus", "bounded"))), conv,
+            seed=draw(st.integers(0, 2**20)),
+        )  # fmt: skip
+
+    return draw_case().map(_sensible)
+
+
+def _sensible(case: Case) -> Case:
+    """A recipe that ``build`` can make: gates need decays, some layouts and conditions exclude each other."""
+    if case.variant in ("DeltaNet", "linear attention"):
+        case = replace(case, gate=None)
+    if case.conv is not None and (case.variant.startswith(("GLA", "linear")) and case.variant == "linear attention"):
+        case = replace(case, conv=None)
+    if case.layout in PACKED or case.T == 0:
+        case = replace(case, B=1)
+    if case.T == 0:
+        case = replace(case, layout="rows")
+    if case.conv is None and case.beta == "1.998" and case.l2norm:
+        case = replace(case, beta="1")
+    return case
+
+
+def hold(backend: Backend | str, name: str, case: Case) -> bool:
+    """One property of one case; whether the backend computes such calls.
+
+    Raises:
+        Violation: it does not hold.
+    """
+    if isinstance(backend, str):
+        backend = dispatch.get(backend)
+    try:
+        with np.errstate(all="ignore"):
+            PROPERTIES[name](backend, case)
+    except Refused:
+        return False
+    return True
+
+
+def check(backend: Backend | str, examples: int = 25, seed: int = 0, properties: Any = None) -> Counter[str]:
+    """Draw ``examples`` cases for every property and hold the backend to them; how many were computed, by property.
+
+    Args:
+        backend: a name, or an instance, which is registered for this process.
+        properties: names, instead of all.
+
+    Raises:
+        Violation: with the smallest case that was found to fail, in the order of ``PROPERTIES``.
+        GdnError: hypothesis is not installed, or the backend computes nothing at all.
+    """
+    from .fuzz import fuzz
+
+    if not isinstance(backend, str):
+        dispatch.register_backend(backend)
+        backend = backend.name
+    names = list(PROPERTIES if properties is None else properties)
+    found = fuzz(backend, cases=examples * len(names), seed=seed, properties=names, batch=examples)
+    for failure in found.failures:
+        raise Violation(f"{failure.property}: {failure.sentence}\n{failure.case!r}")
+    if not found.held.total():
+        raise GdnError(f"backend {backend!r} computes none of the calls that were drawn.")
+    return found.held

@@ -1,0 +1,222 @@
+"""Properties drawn over the operand space: sound backends hold them, each has a fault that it finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portable_gdn as pg
+from portable_gdn import dispatch
+from portable_gdn.backends.numpy_oracle import Numpy
+from portable_gdn.cli.main import app
+from portable_gdn.harness import check, fuzz
+from portable_gdn.harness.cases import Case
+from portable_gdn.harness.properties import PROPERTIES, Violation, hold
+from portable_gdn.spec.errors import GdnError
+from portable_gdn.spec.evaluate import chunk_by_chunk, evaluate
+from portable_gdn.spec.problem import Problem
+
+pytest.importorskip("hypothesis")
+
+
+class Changed(Numpy):
+    """The stages in float64, with a change to what comes out."""
+
+    name = "under test"
+    auto = False
+    rule = staticmethod(chunk_by_chunk(64))
+
+    def __init__(self, change=lambda s, x, result, grads: (result, grads)):
+        self.change = change
+
+    def run(self, problem):
+        return self.change(*problem, super().run(problem), {})[0]
+
+    def gradients(self, problem, cotangents):
+        return self.change(*problem, *super().gradients(problem, cotangents))
+
+
+def later_tokens(s, x, result, grads):
+    """Each output sees a trace of the last token's value."""
+    o = np.array(result.o)
+    if s.conv is None and not s.step and s.T > 1:
+        o[:, 0] += np.asarray(np.nan_to_num(x["v"][:, -1].astype(np.float32)) * 1e-2, o.dtype)
+    return result._replace(o=o), grads
+
+
+def mean_of_batch(s, x, result, grads):
+    """What one packed sequence computes leans on all."""
+    if s.packed and s.T:
+        o = np.nan_to_num(result.o.astype(np.float32))
+        return result._replace(
+            o=(result.o.astype(np.float32) + 1e-2 * o.mean(1, keepdims=True)).astype(result.o.dtype)
+        ), grads
+    return result, grads
+
+
+def empty_zeroed(s, x, result, grads):
+    if s.packed:
+        state = np.array(result.state)
+        state[np.diff(x["cu_seqlens"]) == 0] = 0
+        return result._replace(state=state), grads
+    return result, grads
+
+
+def state_ignored(s, x, result, grads):
+    """Calls on a whole sequence forget the state they were given."""
+    if not s.has("initial_state") or s.T < 2 or s.packed:
+        return result, grads
+    e = evaluate(Problem(s, {**x, "initial_state": np.zeros_like(x["initial_state"])}))
+    return result._replace(o=e.o.astype(result.o.dtype), state=e.state.astype(np.float32)), grads
+
+
+def step_scaled(s, x, result, grads):
+    return (result._replace(o=result.o * result.o.dtype.type(1.5)) if s.step else result), grads
+
+
+def first_head_wrong(s, x, result, grads):
+    o = np.array(result.o)
+    if o.size and s.B > 1:
+        o[0] = o[0] * o.dtype.type(1.5)
+    return result._replace(o=o), grads
+
+
+def offset(s, x, result, grads):
+    return result._replace(o=result.o + result.o.dtype.type(1e-2)), grads
+
+
+def wide_is_worse(s, x, result, grads):
+    return (result._replace(o=result.o * np.float32(1.1)) if s.dtype == "float32" else result), grads
+
+
+def gradient_of_g_lost(s, x, result, grads):
+    return result, {n: np.zeros_like(a) if n == "v" else a for n, a in grads.items()}
+
+
+def leaks_over_resets(s, x, result, grads):
+    o = np.array(result.o)
+    if not s.step and s.T > 1 and s.conv is None:
+        o[:, -1] += np.asarray(np.nan_to_num(x["v"][:, 0].astype(np.float32)) * 1e-3, o.dtype)
+    return result._replace(o=o), grads
+
+
+def breaks_on_one_token(s, x, result, grads):
+    if s.T == 1 and not s.step:
+        raise RuntimeError("one token")
+    return result, grads
+
+
+FAULTS = {
+    "oracle": offset,
+    "causality": later_tokens,
+    "neighbours": mean_of_batch,
+    "packed_as_alone": empty_zeroed,
+    "splits": state_ignored,
+    "steps": step_scaled,
+    "permutations": first_head_wrong,
+    "scaling": offset,
+    "dtypes": wide_is_worse,
+    "finite_differences": gradient_of_g_lost,
+    "resets": leaks_over_resets,
+    "tiny": breaks_on_one_token,
+}
+
+
+@pytest.fixture
+def under_test():
+    yield pg.register_backend
+    dispatch.unregister_backend("under test")
+
+
+def test_every_property_has_a_fault():
+    assert set(FAULTS) == set(PROPERTIES)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_fault_violates_its_property(under_test, name):
+    with pytest.raises(Violation, match=name):
+        check(Changed(FAULTS[name]), examples=30, properties=[name])
+
+
+def test_a_sound_backend_holds_everything(under_test):
+    held = check(Changed(), examples=6)
+    assert set(held) == set(PROPERTIES)
+    assert held.total() >= 6 * len(PROPERTIES) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "numpy", "xla", "pallas-interpret"])
+def test_backends_hold_everything(name):
+    backend = dispatch.get(name)
+    if backend.unavailable():
+        pytest.skip(backend.unavailable())
+    found = fuzz.fuzz(name, cases=600, seconds=20, seed=1, batch=10)
+    assert not found.failures, found.failures
+    assert found.held.total() > (5 if backend.slow else 200)
+
+
+def test_a_failure_shrinks_and_its_file_shows_it_again(tmp_path):
+    """One file, one command, on a backend that every process has."""
+    arguments = ["check", "-b", "numpy", "--cases", "20", "--property", "causality", "--json"]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 0, found.output
+    pg.register_backend(Changed(later_tokens))
+    try:
+        arguments = ["check", "-b", "under test", "--cases", "30", "--property", "causality"]
+        found = CliRunner().invoke(app, [*arguments, "--reproducers", str(tmp_path), "--json"])
+    finally:
+        dispatch.unregister_backend("under test")
+    assert found.exit_code == 1
+    report = json.loads(found.stdout)
+    (failure,) = report["failures"]
+    case = eval(failure["case"], {"Case": Case})
+    assert (case.T, case.H, case.HV, case.K, case.B) == (2, 1, 1, 4, 1)  # nothing smaller can fail
+    (path,) = report["reproducers"]
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert done.returncode == 1  # the backend is of this process; the file is whole and runs
+    assert "backend is 'under test'; it must be one of" in done.stderr
+    text = Path(path).read_text().replace("'under test'", "'numpy'")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.stdout == "it holds\n", done.stderr
+
+
+def test_the_same_seed_draws_the_same_cases(monkeypatch):
+    def drawn(seed):
+        seen = []
+        monkeypatch.setitem(PROPERTIES, "tiny", lambda backend, case: seen.append(case))
+        fuzz.fuzz("numpy", cases=15, seed=seed, properties=["tiny"])
+        return seen
+
+    assert drawn(3) == drawn(3) != drawn(4)
+
+
+def test_the_time_limit_ends_it():
+    assert fuzz.fuzz("numpy", cases=10**6, seconds=0.5, batch=5).tried < 10**4
+
+
+def test_what_is_refused_is_no_violation(under_test):
+    class Refuses(Changed):
+        def refuses(self, signature):
+            return "it is Sunday"
+
+    with pytest.raises(GdnError, match="computes none of the calls"):
+        check(Refuses(), examples=2, properties=["tiny"])
+    assert not hold("under test", "tiny", Case("x"))
+
+
+def test_bad_arguments(tmp_path):
+    for arguments, words in (
+        (("-b", "nonesuch"), "backend is 'nonesuch'"),
+        (("-b", "numpy", "--property", "beauty"), "property is 'beauty'; it must be one of oracle"),
+        (("-b", "numpy", "--cases", "0"), "--cases is 0"),
+        (("-b", "numpy", "--minutes", "0"), "--minutes is 0"),
+        (("-b", "numpy", "--reproducers", str(tmp_path / "no")), "be a folder that exists"),
+    ):
+        with pytest.raises(GdnError, match=words.replace("(", r"\(")):
+            CliRunner().invoke(app, ["check", *arguments], catch_exceptions=False)
