@@ -186,6 +186,10 @@ class Interpreted(Pallas):
         """Interpreters run wherever jax is."""
         return self.unavailable()
 
+    def emulating(self) -> Interpreted:
+        """Itself: its products round what the precision says on any device."""
+        return self
+
     def _interpret(self) -> Any:
         chosen = os.environ.get(INTERPRETER, "generic")
         if chosen == "generic":

@@ -11,7 +11,7 @@ import numpy as np
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 
-__all__ = ["BACKEND", "Xla"]
+__all__ = ["BACKEND", "Emulated", "Xla"]
 
 CHUNK = 64
 
@@ -24,6 +24,8 @@ class Xla:
     auto = True
     priority = 30
     slow = True
+    #: Whether operands of products are rounded here as a TPU rounds them, whatever the device.
+    emulates = False
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -39,14 +41,18 @@ class Xla:
         """Compute; differentiable, and traceable by every JAX transformation."""
         from .xla_chunks import compute
 
-        return Result(*compute(problem.signature, chunk_size(problem.signature), problem.operands))
+        return Result(
+            *compute(problem.signature, chunk_size(problem.signature), problem.operands, emulate=self.emulates)
+        )
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, in one compiled program."""
         from .xla_chunks import compute_gradients
 
         size = chunk_size(problem.signature)
-        result, grads = compute_gradients(problem.signature, size, problem.operands, dict(cotangents))
+        result, grads = compute_gradients(
+            problem.signature, size, problem.operands, dict(cotangents), emulate=self.emulates
+        )
         return Result(*result), grads
 
     #: Stages that the scan never forms: ``probe`` derives them with its own solver.
@@ -56,7 +62,7 @@ class Xla:
         """The scan's stages of every chunk; see ``spec.probe``."""
         from .xla_chunks import probe
 
-        return probe(problem.signature, chunk_size(problem.signature), problem.operands)
+        return probe(problem.signature, chunk_size(problem.signature), problem.operands, self.emulates)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """numpy arrays as JAX arrays."""
@@ -68,15 +74,26 @@ class Xla:
         """A JAX array as numpy."""
         return np.asarray(array)
 
+    def emulating(self) -> Xla:
+        """This backend with the roundings of a TPU's matrix unit."""
+        return Emulated()
+
     def rounding(self, signature: Signature) -> Rounding:
-        """On a CPU products are float32; on a TPU they round what the precision allows."""
+        """On a CPU products are float32, unless emulated; on a TPU they round what the precision allows."""
         size = chunk_size(signature)
-        if signature.device == "cpu":
+        if signature.device == "cpu" and not self.emulates:
             return Rounding(HIGHEST, size)
         allowed = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision]
         if signature.device in ("gpu", "cuda", "rocm"):
             allowed = {name: "tf32" for name, kept in allowed.items() if kept != "float32"}
         return Rounding(allowed, size)
+
+
+class Emulated(Xla):
+    """The same with the roundings of a TPU's matrix unit, to predict its error where there is none."""
+
+    auto = False
+    emulates = True
 
 
 def chunk_size(s: Signature) -> int:

@@ -30,19 +30,23 @@ __all__ = ["compute", "compute_gradients", "probe"]
 Array = Any
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def compute(s: Signature, size: int, operands: dict[str, Array]) -> tuple[Array, Array | None, Array | None]:
-    """o, state and convolution state of a call, in chunks of ``size`` tokens."""
-    return _run(s, size, operands)
+@partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate")
+def compute(
+    s: Signature, size: int, operands: dict[str, Array], emulate: bool = False
+) -> tuple[Array, Array | None, Array | None]:
+    """o, state and convolution state of a call, in chunks of ``size`` tokens; ``emulate``: see ``_product``."""
+    return _run(s, size, operands, emulate)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def compute_gradients(s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array]) -> Any:
+@partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate")
+def compute_gradients(
+    s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array], emulate: bool = False
+) -> Any:
     """The same, and the cotangents of the float operands from those of "o" and "state"; missing ones are zeros."""
     smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
 
     def outputs(smooth: dict[str, Array]) -> Any:
-        result = _run(s, size, {**operands, **smooth})
+        result = _run(s, size, {**operands, **smooth}, emulate)
         return {"o": result[0], "state": result[1]}, result
 
     out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
@@ -50,9 +54,9 @@ def compute_gradients(s: Signature, size: int, operands: dict[str, Array], cotan
     return result, pull(full)[0]
 
 
-def probe(s: Signature, size: int, operands: dict[str, Array]) -> dict[str, tuple[Any, ...]]:
+def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = False) -> dict[str, tuple[Any, ...]]:
     """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
-    product = _product(s.precision)
+    product = _product(s.precision, emulate)
 
     @jax.jit
     def chunk(*rows: Any) -> Any:
@@ -62,14 +66,14 @@ def probe(s: Signature, size: int, operands: dict[str, Array]) -> dict[str, tupl
     return spec_probe(jnp, product, s, operands, size, chunk)
 
 
-def _run(s: Signature, size: int, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _run(s: Signature, size: int, operands: dict[str, Any], emulate: bool) -> tuple[Any, Any, Any]:
     p = prepare(jnp, s, operands)
     S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if p.S is None else p.S
     if s.step:
         o, state = _step(s, p, S)
     else:
         table = _table(s, size, operands.get("cu_seqlens"))
-        o, state = _rule(s, size, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
+        o, state = _rule(s, size, emulate, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
     return finish(jnp, s, operands, o), swap_state(jnp, s, state) if s.output_final_state else None, p.conv_state
 
 
@@ -113,8 +117,12 @@ def _table(s: Signature, size: int, cu_seqlens: Any) -> Any:
     return table.astype(jnp.int32)
 
 
-def _product(precision: str) -> Any:
-    """The product at the precision that this one allows: lax's HIGHEST, HIGH (three passes) or DEFAULT (one)."""
+def _product(precision: str, emulate: bool) -> Any:
+    """The product at the precision that this one allows: lax's HIGHEST, HIGH (three passes) or DEFAULT (one).
+
+    A CPU computes all of them in float32. ``emulate``: operands are rounded as a TPU's matrix unit takes them at that
+    level, which ends in the same sums but for their order.
+    """
     levels = jax.lax.Precision
     inputs = [name for name, kept in DEFAULT.items() if kept == "bfloat16"]
 
@@ -125,7 +133,19 @@ def _product(precision: str) -> Any:
             level = levels.DEFAULT
         else:
             level = levels.HIGH
-        return jnp.matmul(a, b, precision=level)
+        return emulated(a, b, level) if emulate else jnp.matmul(a, b, precision=level)
+
+    def emulated(a: Any, b: Any, level: Any) -> Any:
+        multiply = partial(jnp.matmul, precision=levels.HIGHEST)
+        if level == levels.HIGHEST:
+            return multiply(a, b)
+        # Not by a cast there and back, which XLA takes for nothing.
+        rounded = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+        high = [rounded(a), rounded(b)]
+        if level == levels.DEFAULT:
+            return multiply(*high)
+        low = [rounded(a - high[0]), rounded(b - high[1])]
+        return multiply(high[0], low[1]) + multiply(low[0], high[1]) + multiply(*high)
 
     return product
 
@@ -171,9 +191,16 @@ class _Windows:
 
 
 def _forward(
-    s: Signature, size: int, x: tuple[Array | None, ...], S: Array, starts: Array | None, table: Array, keep: bool
+    s: Signature,
+    size: int,
+    emulate: bool,
+    x: tuple[Array | None, ...],
+    S: Array,
+    starts: Array | None,
+    table: Array,
+    keep: bool,
 ) -> tuple[Array, Array, Any]:
-    product = _product(s.precision)
+    product = _product(s.precision, emulate)
     x, starts, length = _at_least(x, starts, size)
     S = jnp.reshape(S, (s.N, s.H, s.HV // s.H, s.K, s.V))
 
@@ -191,10 +218,11 @@ def _forward(
     return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), saved
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rule(
     s: Signature,
     size: int,
+    emulate: bool,
     q: Array,
     k: Array,
     v: Array,
@@ -206,12 +234,13 @@ def _rule(
     table: Array,
 ) -> tuple[Array, Array]:
     """The bare rule: o [B, T, HV, V] and the final states."""
-    return _rule_forward(s, size, q, k, v, g, b, w, S, starts, table, keep=False)[0]
+    return _rule_forward(s, size, emulate, q, k, v, g, b, w, S, starts, table, keep=False)[0]
 
 
 def _rule_forward(
     s: Signature,
     size: int,
+    emulate: bool,
     q: Array,
     k: Array,
     v: Array,
@@ -226,19 +255,19 @@ def _rule_forward(
     x, reached = (q, k, v, g, b, w), None
     if starts is not None:
         x, S, reached = isolation.clean(x, S, starts)
-    o, S, saved = _forward(s, size, x, S, starts, table, keep)
+    o, S, saved = _forward(s, size, emulate, x, S, starts, table, keep)
     if reached is not None:
         o, S = isolation.mark(o, S, reached)
     return (o, S), (x, starts, reached, table, saved)
 
 
-def _rule_backward(s: Signature, size: int, kept: Any, cotangents: tuple[Array, Array]) -> Any:
+def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents: tuple[Array, Array]) -> Any:
     x, starts, reached, table, saved = kept
     dO, dS = cotangents
     affected = None
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
-    product = _product(s.precision)
+    product = _product(s.precision, emulate)
     (*x, dO), starts, length = _at_least((*x, dO), starts, size)
     dS = jnp.reshape(dS, (s.N, s.H, s.HV // s.H, s.K, s.V))
 
