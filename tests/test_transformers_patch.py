@@ -165,4 +165,4 @@ def test_a_patch_is_undone_and_what_cannot_be_patched_is_said():
     assert unknown == (
         "models is given with 'bert'; it must hold of qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear, olmo_hybrid."
     )
-    assert "has no transformers.models.olmo_hybrid; olmo_hybrid can be patched in 5.24." in missing
+    assert "has no transformers.models.olmo_hybrid.modeling_olmo_hybrid; olmo_hybrid can be patched in 5.24." in missing
