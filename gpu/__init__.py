@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TARGETS", "compile_report"]
+__all__ = ["TARGETS", "compile_report", "serving"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from .compiling.targets import TARGETS
 
         return TARGETS
+    if name == "serving":
+        from .launching import serving
+
+        return serving
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

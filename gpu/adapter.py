@@ -42,10 +42,11 @@ from ..spec.stages import RESET
 from ..spec.torch_tensors import boundaries_as_tensor, on_host
 from . import interpreter
 from .families import chunk_size, operand_dtype
+from .launching import Settings, launching
 from .operations import Operands, chunked, fitted, normalised, recurrent
 from .pieces import Pieces, cut_heads_apart, cut_in_turn, whole
 
-__all__ = ["Ready", "may_reset", "one_token", "products_of_float32", "ready", "run"]
+__all__ = ["Ready", "may_reset", "one_token", "products_of_float32", "ready", "run", "settings_of"]
 
 LONGEST_FALL = -1419.0  # of gates in a chunk: 2^11 in base 2, in which FLA sums, and float32 has 2^-12 between numbers
 FLOOR = -110.0  # what a reset becomes: its exp is 0 in float32, with room for the rounding of the sums it stands in
@@ -54,9 +55,15 @@ MOST_TURNS = 16  # pieces of one sequence that run in turn; more would be a recu
 MOST_BLOCKS = 65535  # of a launch along the axis on which FLA puts sequences times heads
 
 
-def products_of_float32() -> str:
-    """What Triton makes of float32 operands of a product here, if the kernel does not say."""
-    if interpreter.chosen():
+def settings_of(s: Signature) -> Settings:
+    """How a call's kernels are launched. IEEE products can be asked for on NVIDIA's GPUs."""
+    nvidia = torch.version.hip is None and s.device == "cuda"
+    return Settings(s.deterministic, nvidia and s.precision == "highest")
+
+
+def products_of_float32(s: Signature) -> str:
+    """What becomes of float32 operands of a call's products here, where the kernel does not say."""
+    if interpreter.chosen() or settings_of(s).ieee:
         return "float32"
     if not torch.cuda.is_available():
         return "tf32"  # XPU
@@ -79,13 +86,22 @@ def run(problem: Problem) -> Result:
         call = ready(s, x)
         operands, S = call.operands, call.S
         if one_token(s) and not (torch.is_grad_enabled() and any(a.requires_grad for a in x.values())):
-            o, state = recurrent(s, operands, S, call.raw)
+            with launching(settings_of(s)):
+                o, state = recurrent(s, operands, S, call.raw)
         else:
-            if call.raw:
-                operands = normalised(operands)
             bounds = x.get("cu_seqlens")
             sequences = place(s.B, s.T, *(None if a is None else on_host(a) for a in (bounds, call.starts)))
-            o, state = _rule(s, operands, S, sequences, bounds is None and call.starts is None)
+            plain = bounds is None and call.starts is None
+
+            def rule(S: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+                operands = Operands(*given)
+                return _rule(s, normalised(operands) if call.raw else operands, S, sequences, plain)
+
+            settings = settings_of(s)
+            if settings == Settings():
+                o, state = rule(S, *operands)
+            else:
+                o, state = _Launched.apply(settings, rule, S, *operands)
         if o.requires_grad:
             o, state = _Once.apply(o, state)
         o = finish(xp, s, x, o)
@@ -131,6 +147,32 @@ def ready(s: Signature, x: dict[str, Any]) -> Ready:
     return Ready(fitted(s, operands), raw, S, begin, conv_state)
 
 
+class _Launched(torch.autograd.Function):
+    """A function whose kernels are launched with settings of their own, in its backward pass too."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, function: Any, *given: Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        ctx.given = [None if a is None else a.detach().requires_grad_(w) for a, w in zip(given, wanted, strict=True)]
+        ctx.settings = settings
+        with torch.set_grad_enabled(any(wanted)), launching(settings):
+            ctx.found = function(*ctx.given)
+        return tuple(a.detach() for a in ctx.found)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise _once()
+        leaves = [a for a in ctx.given if a is not None and a.requires_grad]
+        with launching(ctx.settings):
+            grads = iter(torch.autograd.grad(ctx.found, leaves, cotangents, retain_graph=True, allow_unused=True))
+        return None, None, *(next(grads) if a is not None and a.requires_grad else None for a in ctx.given)
+
+
+def _once() -> GdnError:
+    return GdnError("create_graph is True; FLA's kernels have no second derivative, and backend 'torch' has.")
+
+
 class _Once(torch.autograd.Function):
     """Nothing, except that FLA's gradient, which torch cannot see into, is not taken for one that can be derived."""
 
@@ -141,7 +183,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():
-            raise GdnError("create_graph is True; FLA's kernels have no second derivative, and backend 'torch' has.")
+            raise _once()
         return dO, dS
 
 
@@ -246,7 +288,7 @@ def _launch(s: Signature, flat: Operands, states: Tensor, pieces: Pieces) -> tup
 
 def _kernel(s: Signature, x: Operands, S: Tensor, bounds: np.ndarray | None) -> tuple[Tensor, Tensor]:
     """One call of FLA's chunk form; packed sequences have their boundaries on the host too."""
-    if s.has("g") and x.q.dtype == torch.float32 and products_of_float32() == "float32":  # else products round more
+    if s.has("g") and x.q.dtype == torch.float32 and products_of_float32(s) == "float32":  # else products round more
         _check_falls(x.g, chunk_size(s), bounds)
     host = None if bounds is None else torch.as_tensor(bounds, dtype=torch.int64)
     return chunked(s, x, S, None if host is None else host.to(S.device), host)

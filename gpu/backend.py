@@ -13,6 +13,7 @@ from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
 from .families import chunk_size, family, operand_dtype
+from .launching import others_installed
 from .versions import missing, versions
 
 __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
@@ -45,7 +46,6 @@ class Fla:
     priority = 10
     slow = False
     devices: tuple[str, ...] = ("cuda", "xpu")
-    times_tiles = True
     derived_stages = ("scores",)
 
     def unavailable(self) -> str | None:
@@ -68,8 +68,6 @@ class Fla:
         kind = family(s)
         if kind.largest_K is not None and kind.largest_K < s.K:
             return f"FLA's kernels of {s.variant} take key dims up to {kind.largest_K}, and K is {s.K}"
-        if s.deterministic and self.times_tiles:
-            return "deterministic is True, and FLA chooses its tiles by timing them: bits may differ from run to run"
         if s.chunk_size is not None and s.chunk_size not in kind.chunks:
             sizes = ", ".join(map(str, kind.chunks))
             return f"FLA's kernels of {s.variant} take chunks of {sizes}, and chunk_size is {s.chunk_size}"
@@ -117,10 +115,12 @@ class Fla:
 
         It sums gates in base 2. float32 operands enter products as TF32 on a GPU that has it.
         """
-        dtype, single = operand_dtype(s), self._products_of_float32()
+        dtype, single = operand_dtype(s), self._products_of_float32(s)
         kept = dict.fromkeys(OPERANDS, single if dtype == "float32" else dtype)
         if dtype != "float32":
             kept |= dict.fromkeys(family(s).wide, single)
+        elif self._inverts_in_tf32(s):
+            kept |= {"A": "tf32", "T": "tf32"}
         return Rounding(
             {name: to for name, to in kept.items() if to != "float32"},
             chunk_size(s),
@@ -128,11 +128,38 @@ class Fla:
             stores=family(s).stores,
         )
 
-    def _products_of_float32(self) -> str:
-        """What Triton makes of float32 operands of a product here, if the kernel does not say."""
+    def _products_of_float32(self, s: Signature) -> str:
+        """What becomes of float32 operands of a call's products here, where the kernel does not say."""
         from .adapter import products_of_float32
 
-        return products_of_float32()
+        return products_of_float32(s)
+
+    def _inverts_in_tf32(self, s: Signature) -> bool:
+        """Whether FLA's kernels invert in TF32 whatever is asked for: they say so themselves, on GPUs that have it."""
+        import torch
+
+        from .adapter import settings_of
+
+        return settings_of(s).ieee and family(s).erases and torch.cuda.get_device_capability() >= (8, 0)
+
+    def serves(self, s: Signature) -> str:
+        """What of FLA serves a call here, with which versions; and what it does not promise, as sentences."""
+        kind = family(s)
+        one = s.step or (s.T == 1 and not s.packed)
+        name = kind.recurrent if one else kind.chunk
+        words = [
+            f"{name} of " + ", ".join(f"{name} {version}" for name, version in versions(("fla", "triton")).items())
+        ]
+        if s.deterministic:
+            words.append("FLA's own kernels, each in the first of its configurations that fits")
+        elif others := others_installed():
+            words.append(f"or another library, if it takes the call: {', '.join(others)}")
+        if operand_dtype(s) == "float32" and not one:
+            single = self._products_of_float32(s)
+            words.append(f"products of float32 in {single.upper() if single == 'tf32' else single}")
+            if self._inverts_in_tf32(s):
+                words.append("but its inverses in TF32, which FLA's kernels demand")
+        return "; ".join(words)
 
     def known(self, case: str) -> str | None:
         """What FLA's own kernels are known to get wrong in a case of the proof, with the version that was seen to."""
@@ -149,7 +176,6 @@ class FlaInterpret(Fla):
     slow = True
     own_process = True  # the interpreter must be chosen before triton is imported
     devices = ("cpu",)
-    times_tiles = False  # the first is taken
     quick_cases = (
         "one token", "no tokens", "a chunk and a token", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf",
         "packed with empties", "left padding", "step", "kimi_linear layer, continued", "qwen3_next layer",
@@ -177,8 +203,11 @@ class FlaInterpret(Fla):
     def _device(self) -> str:
         return "cpu"
 
-    def _products_of_float32(self) -> str:
+    def _products_of_float32(self, s: Signature) -> str:
         return "float32"
+
+    def _inverts_in_tf32(self, s: Signature) -> bool:
+        return False
 
 
 FLA = Fla()

@@ -34,6 +34,11 @@ class Family(NamedTuple):
     safe: bool = False
     stores: bool = False
 
+    @property
+    def erases(self) -> bool:
+        """Whether it has an erase gate, and so a system to solve."""
+        return "A" in self.wide
+
 
 def _delta(
     name: str, module: str, operation: str, chunks: tuple[int, ...], wide: tuple[str, ...], **more: bool

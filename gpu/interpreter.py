@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError
+from .launching import without_other_libraries
 
 __all__ = ["VARIABLE", "chosen", "possible", "repair_imported", "start"]
 
@@ -56,10 +57,8 @@ def start() -> None:
     if why is not None:
         raise GdnError(f"backend 'fla-interpret' cannot run here: {why}.")
     os.environ[VARIABLE] = "1"
-    # Libraries that FLA would hand a call to without a word, and functions that the interpreter lacks.
-    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
-    for name in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG", "FLA_INTRACARD_CP", "FLA_USE_FAST_OPS"):
-        os.environ[name] = "0"
+    without_other_libraries()
+    os.environ["FLA_USE_FAST_OPS"] = "0"  # functions that the interpreter lacks
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -146,6 +146,9 @@ class Explanation(NamedTuple):
             f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
             f"  runs on  {self._where()}" if self.backend else "  runs on no backend",
         ]
+        serves = getattr(_registry.get(self.backend or ""), "serves", None)
+        if serves is not None:
+            lines.append(f"  by       {serves(s)}")
         lines += [f"  not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
 

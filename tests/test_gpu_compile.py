@@ -159,6 +159,17 @@ def test_every_kernel_of_a_call(arch, variant, op, matrix, names):
 
 
 @pytest.mark.slow
+def test_highest_precision_leaves_tf32_to_the_inverse_alone():
+    call = ("--variant", "gdn", "--op", "forward", "--dtype", "float32", "--precision", "highest", "--no-l2norm")
+    done = command(*call, "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)["kernels"]
+    rounded = {kernel["name"] for kernel in kernels if kernel["matrix"].get("of them tf32")}
+    assert rounded == {"chunk_gated_delta_rule_fwd_kkt_solve_kernel"}
+    assert {"chunk_fwd_kernel_o", "recompute_w_u_fwd_kernel"} <= {kernel["name"] for kernel in kernels}
+
+
+@pytest.mark.slow
 def test_every_configuration_of_a_kernel():
     done = command("--variant", "gla", "--op", "step", "--no-l2norm", "--all-configs", "--json", *SMALL)
     assert done.returncode == 0, done.stderr

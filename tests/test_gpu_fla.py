@@ -449,8 +449,7 @@ def test_what_it_declares_to_round():
     assert set(OPERANDS) - set(kda) == {"A", "dA"}
     assert set(gdn.values()) == set(kda.values()) == {"bfloat16"}
     fla = dispatch.get("fla")
-    assert fla.refuses(of("float32")) is None
-    assert "timing" in fla.refuses(of("float32", deterministic=True))
+    assert fla.refuses(of("float32", deterministic=True)) is None
 
 
 def test_a_version_is_found_by_either_name_or_none(monkeypatch):
@@ -480,11 +479,119 @@ def test_tf32_is_declared_only_where_there_is_tf32(monkeypatch):
 
     from portable_gdn.gpu import adapter
 
+    fla = dispatch.get("fla")
+    meta = {name: Meta((1, 8, 2, 16), "float32", "cuda") for name in "qkv"}
+    of = lambda precision, more: make_signature("torch", "cuda", {**meta, **more}, Options(precision=precision))  # noqa: E731
+    beta = {"beta": Meta((1, 8, 2), "float32", "cuda")}
     monkeypatch.setattr(adapter.interpreter, "chosen", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, products in (((7, 5), "float32"), ((8, 0), "tf32"), ((9, 0), "tf32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        assert adapter.products_of_float32() == products
+        assert adapter.products_of_float32(of("default", beta)) == products
+        assert adapter.products_of_float32(of("highest", beta)) == "float32"
+        assert set(fla.rounding(of("default", beta)).operands.values()) == {products} - {"float32"}
+        # FLA's kernels invert in TF32 whatever is asked for
+        inverse = {"A": "tf32", "T": "tf32"} if products == "tf32" else {}
+        assert fla.rounding(of("highest", beta)).operands == inverse
+        assert fla.rounding(of("highest", {})).exact
+        assert ("inverses in TF32" in fla.serves(of("highest", beta))) == (products == "tf32")
+    assert "products of float32 in TF32" in fla.serves(of("default", beta))
+    monkeypatch.setattr(torch.version, "hip", "6")
+    device = type("Device", (), {"gcnArchName": "gfx942:sramecc+"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device_: device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert adapter.products_of_float32(of("highest", beta)) == "tf32"  # cannot be asked for there
+    assert set(fla.rounding(of("highest", beta)).operands.values()) == {"tf32"}
+
+
+SERVED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, portable_gdn as pg
+from portable_gdn.gpu import launching, serving
+torch.manual_seed(0)
+x = {"q": torch.randn(1, 20, 1, 16), "k": torch.randn(1, 20, 1, 16), "v": torch.randn(1, 20, 2, 16)}
+x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+x |= {"g": -torch.rand(1, 20, 2), "beta": torch.rand(1, 20, 2)}
+leaves = {name: a.clone().requires_grad_() for name, a in x.items()}
+def both(**more):
+    o, state = pg.gated_delta_rule(**leaves, backend="fla-interpret", output_final_state=True, **more)
+    with serving() as behind:
+        grads = torch.autograd.grad(o.sum() + state.sum(), list(leaves.values()), retain_graph=True)
+    return (o, state, *grads), behind
+
+with serving() as outside:
+    free, behind = both()
+    with serving() as inside:
+        pinned, _ = both(deterministic=True)
+assert all(torch.equal(a, b) for a, b in zip(free, pinned))
+names = [served.name for served in inside]
+assert "chunk_fwd_kernel_o" in names and "prepare_wy_repr_bwd_kernel" in names
+assert all(served in outside for served in inside) and {served.library for served in outside} == {"fla"}
+assert "chunk_bwd_kernel_dqkwg" in [s.name for s in behind] and "chunk_fwd_kernel_o" not in [s.name for s in behind]
+assert str(inside[0]) == "fla: chunk_local_cumsum_scalar_kernel (BT=64 num_warps=1 num_stages=3)"
+with serving() as nothing:
+    pass
+assert nothing == []
+
+# pinned: the first configuration that fits, whatever the tuner would find
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources
+class Kernel:
+    arg_names, tried = ["x", "B"], []
+    def run(self, *args, B, **options):
+        self.tried.append(B)
+        if B > 2:
+            raise OutOfResources(B, 2, "shared memory")
+        return B
+kernel = Kernel()
+tuner = object.__new__(Autotuner)
+tuner.fn, tuner.arg_names = kernel, kernel.arg_names
+tuner.configs = [Config({"B": b}) for b in (4, 2, 1)]
+with launching.launching(launching.Settings(pinned=True)):
+    assert tuner.run(0) == 2 and kernel.tried == [4, 2]
+    tuner.configs = tuner.configs[:1]
+    try:
+        tuner.run(0)
+        raise AssertionError
+    except OutOfResources:
+        pass
+
+# and other libraries are asked only where nothing is pinned
+from fla.backends import BackendRegistry, BaseBackend
+class Other(BaseBackend):
+    backend_type = "other"
+    def rule(self, x):
+        return "other"
+registry = BackendRegistry("test")
+registry.register(Other())
+def rule(x):
+    return "fla"
+import fla.backends
+fla.backends._DISPATCH_DISABLED = False
+rule = registry.dispatch(rule)
+with serving() as served:
+    assert rule(1) == "other"
+assert [str(s) for s in served] == ["other: rule"]
+with launching.launching(launching.Settings(pinned=True)):
+    assert rule(1) == "fla"
+
+told = str(pg.explain(**x, backend="fla-interpret", deterministic=True))
+assert "  by       chunk_gated_delta_rule of flash-linear-attention" in told and "first of its configurations" in told
+try:
+    torch.autograd.grad(both(deterministic=True)[0][0].sum(), leaves["q"], create_graph=True)
+except pg.GdnError as error:
+    print(error)
+"""
+
+
+@FLA
+@pytest.mark.slow
+def test_what_serves_is_recorded_and_can_be_pinned():
+    done = python(SERVED)
+    assert done.returncode == 0, done.stderr
+    assert "no second derivative" in done.stdout
 
 
 STAGES = """

@@ -29,7 +29,7 @@ def _serve() -> None:
     import torch
 
     from .. import adapter
-    from ..pinning import without_other_libraries
+    from ..launching import without_other_libraries
     from .kernel import failure
     from .report import KernelReport
     from .usage import usage

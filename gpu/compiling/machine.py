@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..launching import launch_config
 from .targets import Target
 
 __all__ = ["compile_launches", "pretend"]
@@ -68,6 +69,8 @@ def pretend(target: Target) -> None:
     cuda.get_device_capability = lambda *device: target.capability
     cuda.get_device_name = lambda *device: target.device
     cuda.device_count = lambda: 1
+    if target.backend == "hip":
+        torch.version.hip = "6"
 
 
 @contextlib.contextmanager
@@ -87,8 +90,7 @@ def compile_launches(found: Callable[[str, dict[str, Any], Any, str], None], all
     launch, time_config, on_disk = JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        tiles = {name: options[name] for name in self.arg_names if name in options and _is_tile(name)}
-        config = tiles | {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        config = launch_config(self.arg_names, options)
         try:
             with assembler_log() as log:
                 compiled = launch(self, *args, grid=grid, warmup=True, **options)
@@ -112,8 +114,3 @@ def compile_launches(found: Callable[[str, dict[str, Any], Any, str], None], all
         yield
     finally:
         JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache = launch, time_config, on_disk
-
-
-def _is_tile(name: str) -> bool:
-    """Whether a constant of a kernel is a tile's size, by the names that are customary: BT, BK, BLOCK_M, ...."""
-    return len(name) > 1 and name.startswith("B") and name.isupper()

@@ -74,4 +74,5 @@ def _hip(compiled: Any) -> dict[str, Any]:
 
 def _count(code: str, backend: str) -> dict[str, int]:
     found = {kind: code.count(text) for kind, text in MATRIX[backend].items()}
+    found["of them tf32"] = len(re.findall(r"mma\S*\.tf32\.tf32|v_mfma\S*_xf32", code))
     return {kind: n for kind, n in found.items() if n}

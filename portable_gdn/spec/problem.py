@@ -159,6 +159,7 @@ class Backend(Protocol):
     ``probe`` (a function of a Problem: its stages, as ``spec.probe`` has them; in the dtype in which it stores them, if
     that is not float32); ``derived_stages`` (names of those that it never forms);
     ``emulating`` (a function: the backend that rounds operands of products as a TPU does, on any device);
+    ``serves`` (a function of a Signature: what of a library serves such a call, shown by ``explain``);
     ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
     ``unavailable`` says). And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
     compiler takes the first for that platform and the second backend for every other; and with it ``alone``, the
