@@ -18,10 +18,8 @@ from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
 from .kernels.backward import backward
 from .kernels.forward import PROBED, forward
-from .kernels.inside import HISTORY, tap_rows
-from .kernels.pipeline import Channels
-from .kernels.pipeline import forward as pipelined
-from .plan import Core, Pipeline, Plan, backward_plan, pipeline, plan
+from .pipelined import by_pipeline, core
+from .plan import CHUNK, Plan, backward_plan, pipeline, plan
 
 __all__ = ["STATES", "compute", "compute_gradients", "probe"]
 
@@ -108,6 +106,9 @@ def _with_states(
     assert p is not None
 
     def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
+        line = pipeline(s, core(), every=True) if stages is own_stages and p.C == CHUNK else None
+        if line is not None:
+            return by_pipeline(s, line, interpret, operands)
         out, probes = _by_plain_kernel(s, p, interpret, stages, operands, ("S",))
         return out, probes["S"]
 
@@ -172,9 +173,9 @@ def _chosen(s: Signature, interpret: Any, choose: bool, kernel: Any, elsewhere: 
 
 
 def _by_kernel(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> Outputs:
-    line = pipeline(s, _core()) if stages is own_stages else None
+    line = pipeline(s, core()) if stages is own_stages else None
     if line is not None:
-        return _by_pipeline(s, line, interpret, operands)
+        return by_pipeline(s, line, interpret, operands)[0]
     return _by_plain_kernel(s, plan(s), interpret, stages, operands)[0]
 
 
@@ -247,81 +248,6 @@ def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
     operand = jnp.dtype(s.dtype)
     values = jnp.float32 if s.conv is not None else operand
     return (jnp.float32 if s.qk_l2norm else values), values
-
-
-def _by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> Outputs:
-    """Everything in the kernel, and outside reshapes; with a mask, the specification's prologue comes first."""
-    conv_state = taps = past = gate = None
-    channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
-    flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
-    if s.has("mask"):
-        ready = prepare(jnp, s, x)
-        given = {"q": ready.q, "k": ready.k, "v": ready.v.astype(x["v"].dtype)}
-        g, b, S = ready.g[..., 0], ready.b[..., 0], ready.S
-    else:
-        given = {name: x[name] for name in "qkv" if name in x}
-        g = jnp.zeros((s.B, s.T, s.HV), jnp.float32) if "g" not in x else jnp.reshape(x["g"], (s.B, s.T, s.HV))
-        b, S = x["beta"], swap_state(jnp, s, x["initial_state"]) if s.has("initial_state") else None
-    if not p.keeps_keys:
-        keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
-        given |= {name: given[name].astype(keys) for name in "qk"}
-    whole = Channels(x["qkv"], 0) if "qkv" in x else None
-    q, k, v = (
-        Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
-        for name, first in channels.items()
-    )
-    if s.conv is not None:
-        width, total = s.conv.width, s.conv.channels
-        rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
-        weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
-        weight = jnp.pad(weight, ((0, tap_rows(width) - width - 1), (0, 0)))
-        before = x.get("conv_state", jnp.zeros((s.N, width - 1, total))).astype(jnp.float32)
-        every = [x["qkv"]] if whole else [flat(a) for a in given.values()]
-        conv_state = jnp.concatenate([_last_inputs(s, a, x.get("cu_seqlens")) for a in every], -1)
-        if s.packed:
-            conv_state = _with_past(s, conv_state, before, x["cu_seqlens"])
-        before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
-        taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
-    if p.inside.gate:
-        zero = jnp.zeros(s.HV)
-        gate = tuple(jnp.reshape(x.get(name, zero), (s.HV,)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
-    if S is None and (p.starts or not p.packed):
-        S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
-    g, b = g.astype(jnp.float32), b.astype(jnp.float32)
-    o, state = pipelined(
-        p, q, k, v, g, b, S, x.get("cu_seqlens"), taps=taps, past=past, gate=gate, dtype=s.dtype, interpret=interpret
-    )
-    return finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state
-
-
-def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:
-    """The last W - 1 inputs of each sequence, [N, W - 1, channels] float32, whoever they belong to."""
-    assert s.conv is not None
-    back = 1 - s.conv.width
-    if bounds is None:
-        return a[:, back:].astype(jnp.float32)
-    at = jnp.asarray(bounds)[1:, None] + jnp.arange(back, 0)
-    return a[0, jnp.clip(at, 0, s.T - 1)].astype(jnp.float32)
-
-
-def _with_past(s: Signature, last: Array, before: Array, bounds: Array) -> Array:
-    """Those of sequences shorter than W - 1 begin with what came before them."""
-    assert s.conv is not None
-    missing = jnp.maximum(s.conv.width - 1 - jnp.diff(jnp.asarray(bounds)), 0)[:, None]  # [N, 1]
-    row = jnp.arange(s.conv.width - 1)[None]
-    at = jnp.clip(row - missing + s.conv.width - 1, 0, s.conv.width - 2)[..., None]
-    return jnp.where((row < missing)[..., None], jnp.take_along_axis(before, at, axis=1), last)
-
-
-def _core() -> Core:
-    """Of the TPU that is compiled for; a common one where nobody knows, as in an interpreter."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    try:
-        found = pltpu.get_tpu_info()
-    except Exception:  # no TPU, or one that this jax does not know
-        return Core()
-    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -231,7 +231,8 @@ class Pipeline(NamedTuple):
     B rows, T tokens, K and V channels; N states of packed sequences, or 0 where rows are sequences; P key heads and R
     value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
     precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
-    256 x 256; starts: whether packed sequences begin from states that are given; inside: what is done before the rule.
+    256 x 256; starts: whether packed sequences begin from states that are given; every: whether the states before each
+    chunk are returned; inside: what is done before the rule.
     """
 
     B: int
@@ -250,6 +251,7 @@ class Pipeline(NamedTuple):
     v_bytes: int
     wide_mxu: bool
     starts: bool
+    every: bool
     inside: Inside
 
     @property
@@ -337,6 +339,7 @@ class Pipeline(NamedTuple):
         tokens = self.U * square
         blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
         blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
+        blocks += state * self.U if self.every else 0
         slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
         slot += 2 * kept * self.P * CHUNK * K if self.keeps_keys else 0
         if self.inside.width:
@@ -372,8 +375,11 @@ class Core(NamedTuple):
     vmem: int = 64 << 20
 
 
-def pipeline(s: Signature, core: Core) -> Pipeline | None:
-    """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it."""
+def pipeline(s: Signature, core: Core, every: bool = False) -> Pipeline | None:
+    """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
+
+    ``every``: with the state before each chunk.
+    """
     if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]) or not s.has("beta"):
         return None
     if s.chunk_size not in (None, CHUNK) or s.T < SHORTEST_ROW or s.has("segment_ids"):
@@ -381,13 +387,13 @@ def pipeline(s: Signature, core: Core) -> Pipeline | None:
     if s.conv is not None and (s.has("mask") or not 2 <= s.conv.width <= 8):
         return None
     for P in range(min(s.H, HEADS * s.H // s.HV), 0, -1):
-        p = _pipeline(s, core, P) if s.H % P == 0 else None
+        p = _pipeline(s, core, P, every) if s.H % P == 0 else None
         if p is not None and p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT:
             return p
     return None
 
 
-def _pipeline(s: Signature, core: Core, P: int) -> Pipeline | None:
+def _pipeline(s: Signature, core: Core, P: int, every: bool) -> Pipeline | None:
     """With P key heads a grid step, if their channels and those of their value heads are whole tiles."""
     R, groups = s.HV // s.H, s.H // P
     if P * s.K % LANES or P * R * s.V % LANES:
@@ -409,5 +415,6 @@ def _pipeline(s: Signature, core: Core, P: int) -> Pipeline | None:
         v_bytes=2 if s.dtype == "bfloat16" else 4,
         wide_mxu=core.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
+        every=every,
         inside=_inside(s),
     )

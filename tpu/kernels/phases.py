@@ -404,6 +404,9 @@ class Chunk:
         heads, S, from_state, before, u = range(p.heads), [], [], [], []
         for i in heads:
             S.append(self._state(i))
+            if p.every:
+                key, value = p.keys[i // p.R], p.values[i]
+                x.every[0, self.u, i] = S[i][key.low : key.high, value.low : value.high]
             if i % p.R == p.R - 1:
                 h, first = i // p.R, 0
                 key = p.keys[h]

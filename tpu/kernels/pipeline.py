@@ -257,7 +257,7 @@ def forward(
     gate: tuple[Array, Array] | None = None,
     dtype: Any,
     interpret: Any = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array | None]:
     """The rule, and before it what the plan has inside.
 
     Args:
@@ -274,7 +274,8 @@ def forward(
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
     Returns:
-        o [B, T, HV, V] and the final states.
+        o [B, T, HV, V], the final states, and where the plan has them the states before each chunk: [B, chunks of a
+        row, HV, K, V], or [1, entries of the table, HV, K, V].
     """
     keys, values = p.P * p.K, p.heads * p.V
     tokens, units = (C, range(p.U)) if p.packed else (p.U * C, [None])
@@ -332,6 +333,7 @@ def forward(
         block("S_first", S, (1, p.heads, p.K, p.V), _late, lambda r, h, c, n: (n, h, 0, 0))
 
     HV = p.groups * p.heads
+    index = lambda place: lambda *at: place(*where(None, _late, *at))  # noqa: E731
     array = pltpu.HBM if p.packed else jax.ShapeDtypeStruct  # what is sent by hand is not to lie in VMEM
     state = array((p.N or p.B, HV, p.K, p.V), F32)
     scratch = _scratch(p, widths, dtype)
@@ -341,11 +343,14 @@ def forward(
         prefetched = {"table": tb.chunk_table(p, cu_seqlens)}
     else:
         outputs, prefetched = {}, {}
-        index = lambda place: lambda *at: place(*where(None, _late, *at))  # noqa: E731
         outputs["o"] = pl.BlockSpec((1, tokens, values), index(sequence))
         outputs["S_last"] = pl.BlockSpec((1, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, h, 0, 0)))
         o_shape = (p.B, p.T, HV * p.V)
-    o, final = pl.pallas_call(
+    shapes = [array(o_shape, dtype), state]
+    if p.every:
+        outputs["every"] = pl.BlockSpec((1, p.U, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, c, h, 0, 0)))
+        shapes.append(jax.ShapeDtypeStruct((p.B, p.blocks + max(p.N - 1, 0), *state.shape[1:]), F32))
+    o, final, *every = pl.pallas_call(
         partial(_kernel, p, (*prefetched, *operands, *outputs, *scratch)),
         name="gated_delta_rule_pipeline",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -355,11 +360,11 @@ def forward(
             out_specs=list(outputs.values()),
             scratch_shapes=[*scratch.values(), *slot_shapes(p) * p.U],
         ),
-        out_shape=[array(o_shape, dtype), state],
+        out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
     )(*prefetched.values(), *(array for array, _ in operands.values()))
-    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final
+    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final, every[0] if every else None
 
 
 def _scratch(p: Pipeline, widths: dict[str, int], dtype: Any) -> dict[str, Any]:

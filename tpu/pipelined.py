@@ -1,0 +1,98 @@
+"""A call by the pipelined kernel: its operands from the caller's, and the convolution's state, which XLA gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..spec.problem import Signature
+from ..spec.prologue import finish, prepare, swap_state
+from .kernels.inside import HISTORY, tap_rows
+from .kernels.pipeline import Channels, forward
+from .plan import Core, Pipeline
+
+__all__ = ["by_pipeline", "core"]
+
+Array = Any
+Outputs = tuple[Array, Array | None, Array | None]
+
+
+def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, Any]:
+    """Outputs, and the states before each chunk if the plan has them.
+
+    Everything is in the kernel, and outside are reshapes; with a mask, the specification's prologue comes first.
+    """
+    conv_state = taps = past = gate = None
+    channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
+    flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
+    if s.has("mask"):
+        ready = prepare(jnp, s, x)
+        given = {"q": ready.q, "k": ready.k, "v": ready.v.astype(x["v"].dtype)}
+        g, b, S = ready.g[..., 0], ready.b[..., 0], ready.S
+    else:
+        given = {name: x[name] for name in "qkv" if name in x}
+        g = jnp.zeros((s.B, s.T, s.HV), jnp.float32) if "g" not in x else jnp.reshape(x["g"], (s.B, s.T, s.HV))
+        b, S = x["beta"], swap_state(jnp, s, x["initial_state"]) if s.has("initial_state") else None
+    if not p.keeps_keys:
+        keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
+        given |= {name: given[name].astype(keys) for name in "qk"}
+    whole = Channels(x["qkv"], 0) if "qkv" in x else None
+    q, k, v = (
+        Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
+        for name, first in channels.items()
+    )
+    if s.conv is not None:
+        width, total = s.conv.width, s.conv.channels
+        rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
+        weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
+        weight = jnp.pad(weight, ((0, tap_rows(width) - width - 1), (0, 0)))
+        before = x.get("conv_state", jnp.zeros((s.N, width - 1, total))).astype(jnp.float32)
+        every = [x["qkv"]] if whole else [flat(a) for a in given.values()]
+        conv_state = jnp.concatenate([_last_inputs(s, a, x.get("cu_seqlens")) for a in every], -1)
+        if s.packed:
+            conv_state = _with_past(s, conv_state, before, x["cu_seqlens"])
+        before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
+        taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
+    if p.inside.gate:
+        zero = jnp.zeros(s.HV)
+        gate = tuple(jnp.reshape(x.get(name, zero), (s.HV,)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
+    if S is None and (p.starts or not p.packed):
+        S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
+    g, b = g.astype(jnp.float32), b.astype(jnp.float32)
+    o, state, every = forward(
+        p, q, k, v, g, b, S, x.get("cu_seqlens"), taps=taps, past=past, gate=gate, dtype=s.dtype, interpret=interpret
+    )
+    if every is not None:
+        every = jnp.reshape(every, (-1, *every.shape[2:]))
+    return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), every
+
+
+def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:
+    """The last W - 1 inputs of each sequence, [N, W - 1, channels] float32, whoever they belong to."""
+    assert s.conv is not None
+    back = 1 - s.conv.width
+    if bounds is None:
+        return a[:, back:].astype(jnp.float32)
+    at = jnp.asarray(bounds)[1:, None] + jnp.arange(back, 0)
+    return a[0, jnp.clip(at, 0, s.T - 1)].astype(jnp.float32)
+
+
+def _with_past(s: Signature, last: Array, before: Array, bounds: Array) -> Array:
+    """Those of sequences shorter than W - 1 begin with what came before them."""
+    assert s.conv is not None
+    missing = jnp.maximum(s.conv.width - 1 - jnp.diff(jnp.asarray(bounds)), 0)[:, None]  # [N, 1]
+    row = jnp.arange(s.conv.width - 1)[None]
+    at = jnp.clip(row - missing + s.conv.width - 1, 0, s.conv.width - 2)[..., None]
+    return jnp.where((row < missing)[..., None], jnp.take_along_axis(before, at, axis=1), last)
+
+
+def core() -> Core:
+    """Of the TPU that is compiled for; a common one where nobody knows, as in an interpreter."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        found = pltpu.get_tpu_info()
+    except Exception:  # no TPU, or one that this jax does not know
+        return Core()
+    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes)
