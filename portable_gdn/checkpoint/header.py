@@ -17,7 +17,7 @@ from typing import Any
 from ..spec.errors import GdnError
 from .dtypes import NAMES, itemsize
 
-__all__ = ["MAX_HEADER", "MAX_NAME", "MAX_TENSORS", "Header", "Tensor", "parse_header", "read_header"]
+__all__ = ["MAX_HEADER", "MAX_NAME", "MAX_TENSORS", "Header", "Tensor", "parse_header", "parse_name", "read_header"]
 
 MAX_HEADER = 100_000_000  # bytes; what the safetensors package allows
 MAX_TENSORS = 1_000_000  # in one checkpoint; one of 80 billion parameters with 512 experts has 76 thousand
@@ -108,6 +108,18 @@ def parse_header(path: Path, raw: bytes, size: int) -> Header:
     return Header(raw, dict(tensors), metadata)
 
 
+def parse_name(path: Path, name: str) -> None:
+    """Check a tensor's name: it may become a part of a path.
+
+    Raises:
+        GdnError: it holds anything but letters, digits, "_", "-" and single dots, or is too long.
+    """
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise _refuse(
+            path, f"it names a tensor {name[:80]!r}", "use names of letters, digits, '_', '-' and single dots"
+        )
+
+
 def _refuse(path: Path, was: str, must: str) -> GdnError:
     return GdnError(f"{path} cannot be trusted: {was}; it must {must}.")
 
@@ -130,8 +142,7 @@ def _whole(x: Any) -> bool:
 
 def _tensor(path: Path, name: str, item: Any, start: int, size: int) -> Tensor:
     short = name[:80]
-    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
-        raise _refuse(path, f"it names a tensor {short!r}", "use names of letters, digits, '_', '-' and single dots")
+    parse_name(path, name)
     if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
         raise _refuse(path, f"tensor {short!r} is not described by dtype, shape and data_offsets", "describe each so")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from . import provenance
-from .reader import Checkpoint
+from .plan import TREES
 
 __all__ = ["load_layer", "load_tree"]
 
@@ -39,7 +39,7 @@ def load_tree(
     import jax
 
     facts = _facts(folder)
-    port = Checkpoint(folder, facts["files"])
+    port = provenance.open_port(folder, facts, side=False)
     start = under + "." if under else ""
     wanted = [n for n in (port.where if names is None else names) if n.startswith(start)]
     tree: dict[str, Any] = {}
@@ -132,6 +132,6 @@ def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple
 
 def _facts(folder: Path) -> dict[str, Any]:
     facts = provenance.load(folder)
-    if facts["target"] not in ("jax", "nnx"):
+    if facts["target"] not in TREES:
         raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
     return facts

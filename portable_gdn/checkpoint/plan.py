@@ -27,11 +27,29 @@ from .reader import Checkpoint
 from .table import MEANING, SCALE, Bound, Dialect, Key, Made, Place, Spec, bind, describe, lay_out
 from .targets.family import FAMILY_TARGETS, family_target
 from .targets.jax import jax_dialect
+from .targets.maxtext import LAYOUTS, maxtext_dialect, period_of
 
-__all__ = ["TARGETS", "Output", "Part", "Plan", "Read", "Shard", "Skipped", "plan_port", "read", "shards"]
+__all__ = [
+    "ROOTS",
+    "STEP",
+    "TARGETS",
+    "TREES",
+    "Output",
+    "Part",
+    "Plan",
+    "Read",
+    "Shard",
+    "Skipped",
+    "plan_port",
+    "read",
+    "shards",
+]
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-TARGETS = ("jax", "nnx", *FAMILY_TARGETS)
+TARGETS = ("jax", "nnx", "orbax", "maxtext", *FAMILY_TARGETS)
+TREES = ("jax", "nnx", "orbax")  # those in our own tree
+STEP = "step"  # MaxText's trees have one
+ROOTS = {"orbax": "state", "maxtext": "0/items"}
 """What ``--to`` takes."""
 
 
@@ -317,20 +335,21 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 # --- forward -------------------------------------------------------------------------------------------------------
 
 
-def plan_port(source: Read, to: str, dtype: str | None = None) -> Plan:
+def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | None = None) -> Plan:
     """What ``--to`` a target will write.
 
     Args:
         source: what ``read`` found.
         to: a target's name.
         dtype: what weights are cast to ("bfloat16", "float32", "float16"), or None: nothing is cast.
+        layout: of MaxText's layers.
 
     Raises:
         GdnError: the target cannot hold the model.
     """
     if dtype is not None and dtype not in FLOATS:
         raise bad("--dtype", repr(dtype), f"be one of {', '.join(FLOATS)}")
-    dialect, wanted, settings = _target(source, to)
+    dialect, wanted, settings = _target(source, to, layout)
     places = source.places
     dequantised: dict[str, str] = {}
     if dtype is not None:
@@ -364,7 +383,7 @@ def plan_port(source: Read, to: str, dtype: str | None = None) -> Plan:
     tree: list[str] = []
     aside: list[Skipped] = []
     for rule, names, in_tree in source.carried:
-        if in_tree and to in ("jax", "nnx"):
+        if in_tree and to in TREES:
             tree += names
         else:
             aside.append(Skipped(rule, names))
@@ -375,6 +394,8 @@ def plan_port(source: Read, to: str, dtype: str | None = None) -> Plan:
         raise GdnError(f"{sorted(clash)[0]} is a name of the target's own; the source must not have it.")
     inventory = source.checkpoint.inventory
     plan.outputs += [Output(name, inventory[name], copied=name) for name in tree]
+    if to == "maxtext":
+        plan.outputs.append(Output(STEP, Spec("I32", ())))
     plan.skipped = aside
     plan.side = [Output(name, inventory[name], copied=name) for group in aside for name in group.names]
     order = {name: n for n, name in enumerate(source.checkpoint.where)}
@@ -382,10 +403,20 @@ def plan_port(source: Read, to: str, dtype: str | None = None) -> Plan:
     return plan
 
 
-def _target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
+def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
     """The target's dialect, which pieces it wants (None: all), and settings that the way back must know."""
-    if to in ("jax", "nnx"):
+    if how is not None and to != "maxtext":
+        raise bad("--layout", repr(how), "be given with --to maxtext only")
+    if to in TREES:
         return jax_dialect(source.family), None, {}
+    if to == "maxtext":
+        if how is None:
+            raise bad("--layout", "not given", f"be one of {', '.join(LAYOUTS)}, or be told by --like a checkpoint")
+        period = period_of(source.linear_layers, 1 + max(key.layer for key in source.places))
+        dialect = maxtext_dialect(source.family, how, period)
+        if any(key.piece == "mlp_gate" for key in source.places):
+            raise bad("--to maxtext", "asked for a model without experts", "be for one that MaxText has")
+        return dialect, None, {"layout": how, "period": period}
     if to not in FAMILY_TARGETS:
         raise bad("--to", repr(to), f"be one of {', '.join(TARGETS)}")
     family = family_target(to, source.family, source.mixer)
@@ -441,16 +472,17 @@ def _zeros(dialect: Dialect, made: Mapping[str, Made], places: Mapping[Key, Plac
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to write: its name, the bytes of its header, and its tensors in order."""
+    """A file to write: its path in the folder, what stands before and behind the tensors, and these in order."""
 
     name: str
     header: bytes
     outputs: tuple[Output, ...]
+    trailer: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole file."""
-        return len(self.header) + sum(o.nbytes for o in self.outputs)
+        return len(self.header) + sum(o.nbytes for o in self.outputs) + len(self.trailer)
 
 
 def shards(outputs: Sequence[Output], stem: str, most: int) -> list[Shard]:
@@ -515,7 +547,9 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
         raise GdnError(
             f"{unknown[0]} was in the port's source and is not known to this version; it cannot be written back."
         )
-    inventory = {name: spec for name, spec in port.inventory.items() if name not in carried}
+    inventory = {
+        n: s for n, s in port.inventory.items() if n not in carried and (n, record.target) != (STEP, "maxtext")
+    }
     have, extra, _ = bind(port_dialect(record.target, family, record.settings), inventory, record.sizes, record.block)
     if extra:
         raise GdnError(f"{extra[0]} is in the port and was not in its source; the way back has no place for it.")
@@ -570,8 +604,10 @@ def widens(small: str, large: str) -> bool:
 
 def port_dialect(target: str, family: Family, settings: Mapping[str, Any]) -> Dialect:
     """The dialect that a target is written in."""
-    if target in ("jax", "nnx"):
+    if target in TREES:
         return jax_dialect(family)
+    if target == "maxtext":
+        return maxtext_dialect(family, str(settings.get("layout")), settings.get("period"))
     other = family_named(str(settings.get("family")))
     if target in FAMILY_TARGETS and other is not None:
         return Dialect(other.name, other.table)

@@ -14,7 +14,9 @@ import numpy as np
 from ..spec.errors import GdnError
 from . import provenance
 from .families import family_named
-from .plan import Plan, Shard, plan_back, plan_port, read, shards
+from .orbax import leaf, metadata
+from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
+from .provenance import open_port
 from .reader import Checkpoint
 from .run import Progress, Session, session, slabs
 from .targets.family import target_config
@@ -42,13 +44,15 @@ def _quiet(what: str, done: int, of: int) -> None:
     pass
 
 
-def plan_of(source: Path, to: str, *, family: str | None = None, dtype: str | None = None) -> Plan:
+def plan_of(
+    source: Path, to: str, *, family: str | None = None, dtype: str | None = None, layout: str | None = None
+) -> Plan:
     """What a port would write, from headers alone.
 
     Raises:
         GdnError: the source cannot be read or the target cannot hold it.
     """
-    return plan_port(read(Checkpoint(source), family), to, dtype)
+    return plan_port(read(Checkpoint(source), family), to, dtype, layout)
 
 
 def port(
@@ -58,6 +62,7 @@ def port(
     *,
     family: str | None = None,
     dtype: str | None = None,
+    layout: str | None = None,
     shard_size: int = SHARD,
     progress: Progress = _quiet,
 ) -> Outcome:
@@ -66,21 +71,28 @@ def port(
     Raises:
         GdnError: the source cannot be read, the target cannot hold it, ``out`` exists, or the disk is full.
     """
-    plan = plan_of(source, to, family=family, dtype=dtype)
+    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout)
     return write(plan, out, shard_size, progress)
 
 
 def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _quiet) -> Outcome:
     """Carry out a plan; see ``port``."""
-    files = shards(plan.outputs, "model", shard_size)
+    root = ROOTS.get(plan.target)
+    files = shards(plan.outputs, "model", shard_size) if root is None else [leaf(o, root) for o in plan.outputs]
     side = shards(plan.side, "side", shard_size)
     total = sum(shard.nbytes for shard in (*files, *side))
     source = plan.read.checkpoint
     with session(out, f"{plan.fingerprint()} {shard_size}", total, progress) as current:
         current.write([*files, *side], source, _dequantising(plan))
-        _index(current, files)
+        if root is None:
+            _index(current, files)
+        else:
+            empty = ["opt_state"] if plan.target == "maxtext" else []
+            for name, content in metadata(plan.outputs, root, empty).items():
+                current.text(name, content)
+        names = [] if root is not None else [shard.name for shard in files]
         text, kept = provenance.write(
-            plan, current.hashes, current.source_hashes, [s.name for s in files], [s.name for s in side]
+            plan, current.hashes, current.source_hashes, names, [shard.name for shard in side]
         )
         current.text(provenance.FILE, text)
         for name, data in kept.items():
@@ -147,7 +159,7 @@ def back(
         GdnError: ``folder`` is no port or not whole, a cast lost bytes and ``lossy`` is not given, or as in ``port``.
     """
     record, facts = provenance.read_record(folder)
-    whole = Checkpoint(folder, [*facts["files"], *facts["side_files"]])
+    whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy)
     by_name = {output.name: output for output in outputs}
     for name in lost:
@@ -198,7 +210,7 @@ def digests_back(
         GdnError: as ``back``.
     """
     record, facts = provenance.read_record(folder)
-    whole = Checkpoint(folder, [*facts["files"], *facts["side_files"]])
+    whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy=True)
     asked = facts["casts"]
     recast = {o.name for o in outputs if o.cast and not any(name in asked for name in o.sources)}

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import GdnError, bad
-from .header import parse_header
-from .plan import Plan, Record
-from .reader import INDEX_SUFFIX, read_json
+from .header import parse_header, parse_name
+from .orbax import Leaves
+from .plan import ROOTS, Plan, Record
+from .reader import INDEX_SUFFIX, Checkpoint, read_json
+from .table import Spec
 
-__all__ = ["FILE", "FORMAT", "SOURCE", "is_port", "load", "read_record", "small_files", "write"]
+__all__ = ["FILE", "FORMAT", "SOURCE", "is_port", "load", "open_port", "read_record", "small_files", "write"]
 
 FILE = "portable_gdn.json"
 SOURCE = "source"
@@ -60,6 +62,7 @@ def write(
         "zero_centred_norms": list(family.zero_centred),
         "notes": list(source.notes),
         "files": files,
+        "leaves": {o.name: [o.spec.dtype, list(o.spec.shape)] for o in plan.outputs} if plan.target in ROOTS else {},
         "side_files": side,
         "carried": {rule: list(names) for rule, names, _ in source.carried},
         "aside": {group.rule: list(group.names) for group in plan.skipped},
@@ -100,6 +103,24 @@ def load(folder: Path) -> dict[str, Any]:
             str(folder / FILE), f"of format {facts.get('format')} {facts.get('version')}", f"be {FORMAT} {VERSION}"
         )
     return facts
+
+
+def open_port(folder: Path, facts: dict[str, Any], side: bool = True) -> Checkpoint:
+    """The tensors of a port, whatever files they are in.
+
+    Raises:
+        GdnError: it is not whole, or its files cannot be trusted.
+    """
+    root, beside = ROOTS.get(facts["target"]), facts["side_files"] if side else []
+    for name in (*facts["files"], *beside):
+        if name != Path(name).name:
+            raise bad(FILE, f"naming a file {name[:80]!r}", "name files without folders")
+    if root is None:
+        return Checkpoint(folder, [*facts["files"], *beside])
+    specs = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in facts["leaves"].items()}
+    for name in specs:
+        parse_name(folder / FILE, name)
+    return Leaves(folder, root, beside, specs)
 
 
 def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:

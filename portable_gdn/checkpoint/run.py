@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
-from .header import parse_header
 from .plan import Output, Shard
 from .reader import Checkpoint
 
@@ -55,7 +54,7 @@ class Session:
     hashes: dict[str, str] = field(default_factory=dict)
     source_hashes: dict[str, str] = field(default_factory=dict)
     done: int = 0
-    finished: set[str] = field(default_factory=set)
+    finished: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
 
     def write(
@@ -75,7 +74,7 @@ class Session:
             checks: list[Future[None]] = []
             try:
                 for shard in shards:
-                    if shard.name in self.finished:
+                    if self._finished(shard):
                         self._tell(shard.name, shard.nbytes)
                         continue
                     names = self._shard(shard, source, array or source.array, sink, hasher, sources)
@@ -87,6 +86,17 @@ class Session:
             finally:
                 for pool in (sink, hasher, verifier):
                     pool.shutdown(wait=True, cancel_futures=True)
+
+    def _finished(self, shard: Shard) -> bool:
+        """Whether an earlier attempt finished this file, and it is still as it was."""
+        note = self.finished.get(shard.name)
+        path = self.partial / shard.name
+        if note is None or not path.is_file() or _found(path, shard) != note["tensors"]:
+            return False
+        self.hashes.update(note["tensors"])
+        self.source_hashes.update(note["sources"])
+        self.resumed += 1
+        return True
 
     def _tell(self, what: str, more: int) -> None:
         self.done += more
@@ -103,6 +113,7 @@ class Session:
     ) -> list[str]:
         """Write one file under a temporary name; the names of source tensors that it was made of."""
         part = self.partial / (shard.name + ".part")
+        part.parent.mkdir(parents=True, exist_ok=True)
         used: list[str] = []
         with part.open("wb") as file:
             if hasattr(os, "posix_fallocate") and shard.nbytes:
@@ -132,6 +143,8 @@ class Session:
                 self.hashes[output.name] = state.hexdigest()
                 if output.verbatim is not None:
                     self.source_hashes[output.verbatim] = self.hashes[output.name]
+            file.write(shard.trailer)
+            self._tell(shard.name, len(shard.trailer))
             file.flush()
             os.fsync(file.fileno())
         source.release()
@@ -140,15 +153,10 @@ class Session:
     def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
         """Read a file back, compare every tensor's hash, give it its name and note it in the journal."""
         part = self.partial / (shard.name + ".part")
-        header = parse_header(part, shard.header, part.stat().st_size)
-        with part.open("rb") as file:
-            if file.read(len(shard.header)) != shard.header:
-                raise GdnError(f"{part} does not hold the header that was written; the disk or its driver is at fault.")
-            for name, tensor in header.tensors.items():
-                file.seek(tensor.begin)
-                found = digest(_pieces(file, tensor.nbytes))
-                if found != self.hashes[name]:
-                    raise GdnError(f"{name} in {part} is not what was written; the disk or its driver is at fault.")
+        wanted = {output.name: self.hashes[output.name] for output in shard.outputs}
+        for name, found in _found(part, shard).items():
+            if found != wanted.get(name):
+                raise GdnError(f"{name} in {part} is not what was written; the disk or its driver is at fault.")
         for name in names:
             if name in sources:
                 self.source_hashes[name] = sources[name].result()
@@ -166,7 +174,7 @@ class Session:
     def text(self, name: str, content: str | bytes) -> None:
         """Write a small file."""
         path = self.partial / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -185,6 +193,16 @@ def slabs(
 
 def _digest_of(source: Checkpoint, name: str) -> str:
     return digest(source.chunks(name))
+
+
+def _found(path: Path, shard: Shard) -> dict[str, str]:
+    """SHA-256 of each tensor in a file as it is on the disk; what is wrong with the rest stands under its own name."""
+    if path.stat().st_size != shard.nbytes:
+        return {"size": ""}
+    with path.open("rb") as file:
+        found = {} if file.read(len(shard.header)) == shard.header else {"header": ""}
+        found.update({output.name: digest(_pieces(file, output.nbytes)) for output in shard.outputs})
+        return found if file.read() == shard.trailer else {**found, "trailer": ""}
 
 
 def _put(file: Any, state: Any, data: Any) -> None:
@@ -215,7 +233,8 @@ def session(out: Path, fingerprint: str, total: int, progress: Progress) -> Iter
     partial = out.with_name(out.name + ".partial")
     current = Session(out, partial, total, progress)
     _continue(current, fingerprint)
-    written = sum((partial / name).stat().st_size for name in current.finished)
+    places = [partial / name for name in current.finished]
+    written = sum(path.stat().st_size for path in places if path.is_file())
     free = shutil.disk_usage(out.absolute().parent).free
     if total - written + _SPARE > free:
         if not current.finished:
@@ -255,7 +274,7 @@ def _continue(current: Session, fingerprint: str) -> None:
     if partial.exists():
         if not mark.is_file():
             raise bad(str(partial), "there and not of an interrupted port", "be removed or renamed first")
-        if mark.read_text() == fingerprint:
+        if mark.read_text() == fingerprint and (partial / _JOURNAL).is_file():
             _read_journal(current)
         else:
             shutil.rmtree(partial)
@@ -263,30 +282,15 @@ def _continue(current: Session, fingerprint: str) -> None:
         partial.mkdir()
         mark.write_text(fingerprint)
     (partial / _JOURNAL).touch()
-    for path in partial.glob("*.part"):
+    for path in partial.rglob("*.part"):
         path.unlink()
 
 
 def _read_journal(current: Session) -> None:
-    journal = current.partial / _JOURNAL
-    if not journal.is_file():
-        return
-    kept = []
-    for line in journal.read_text().splitlines():
+    """What an earlier attempt noted; whether it still holds is seen when its turn comes."""
+    for line in (current.partial / _JOURNAL).read_text().splitlines():
         try:
             note = json.loads(line)
-        except ValueError:
+            current.finished[note["file"]] = note
+        except (ValueError, KeyError):
             break  # the last line of a process that was killed
-        path = current.partial / note["file"]
-        try:
-            checkpoint = Checkpoint(path)
-            if {n: digest(checkpoint.chunks(n)) for n in checkpoint.where} != note["tensors"]:
-                continue
-        except GdnError:
-            continue
-        kept.append(line)
-        current.finished.add(note["file"])
-        current.hashes.update(note["tensors"])
-        current.source_hashes.update(note["sources"])
-    current.resumed = len(kept)
-    journal.write_text("".join(line + "\n" for line in kept))

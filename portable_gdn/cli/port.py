@@ -16,6 +16,7 @@ from ..checkpoint import porting, proof, provenance
 from ..checkpoint.families import ALL
 from ..checkpoint.plan import TARGETS
 from ..checkpoint.report import describe_plan
+from ..checkpoint.targets.maxtext import LAYOUTS, layout_of
 from ..spec.errors import bad
 from .output import console, messages, print_json, progress_bar
 
@@ -59,6 +60,12 @@ def port(
     dtype: Annotated[
         str | None, typer.Option(help="Cast weights to bfloat16, float32 or float16, and apply scales of 8-bit ones.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help=f"Of MaxText's layers: {', '.join(LAYOUTS)}; its releases differ.")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="A checkpoint of MaxText whose layout to take instead of --layout.")
+    ] = None,
     shard_size: Annotated[float, typer.Option(help="GB a file has at most.")] = porting.SHARD / 1e9,
     lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
     check: Annotated[
@@ -84,9 +91,13 @@ def port(
         raise bad("--to", to if to is not None else "not given", "be given, or --back instead of it")
     if out is None and not dry_run:
         raise bad("OUT", "not given", "be the folder to write")
+    if like is not None:
+        if layout is not None or to != "maxtext":
+            raise bad("--like", str(like), "be given with --to maxtext and without --layout")
+        layout = layout_of(like)
     target = out if out is not None else Path("out")
     if dry_run and not back:
-        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype))
+        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout))
         print_json(facts) if as_json else _print_plan(facts)
         return
     with _bar("back" if back else "port") as update:
@@ -99,6 +110,7 @@ def port(
                 str(to),
                 family=family,
                 dtype=dtype,
+                layout=layout,
                 shard_size=int(shard_size * 1e9),
                 progress=update,
             )

@@ -14,7 +14,7 @@ from typing import Any
 from ...spec.errors import GdnError
 from .. import provenance
 from ..families.family import MIXER_PIECES
-from ..plan import Read, read
+from ..plan import TREES, Read, read
 from ..porting import digests_back
 from ..reader import Checkpoint
 from ..run import digest
@@ -116,7 +116,7 @@ def check(
     source = Path(facts["source"]["path"]) if source is None else source
     report = Report(str(port), str(source))
     _check_bytes(report, port, source, progress)
-    if facts["target"] not in ("jax", "nnx"):
+    if facts["target"] not in TREES:
         report.unrun = f"layers of a port to {facts['target']} are not run; port to jax and check that"
     elif not source.exists():
         report.unrun = f"the source is no longer at {source}; name it with --source"
