@@ -368,7 +368,9 @@ def test_bad_arguments(tmp_path, recording):
 
 def test_an_interrupted_recording_leaves_nothing(tmp_path):
     code = (
-        "import sys; sys.argv = ['portable-gdn', 'record', '-b', 'numpy', '-o', 'x.safetensors', '--suite', 'full']\n"
+        "import signal, sys\n"  # whoever runs the tests in the background lets them inherit a signal that is ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.argv = ['portable-gdn', 'record', '-b', 'numpy', '-o', 'x.safetensors', '--suite', 'full']\n"
         "from portable_gdn.cli.main import main; main()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)

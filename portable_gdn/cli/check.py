@@ -51,6 +51,8 @@ def check(
         _print(found, files)
     if found.failures or not found.held:
         raise typer.Exit(1)
+    if found.interrupted:
+        raise typer.Exit(130)
 
 
 def _print(found: Fuzzed, files: list[Path]) -> None:
@@ -72,5 +74,5 @@ def _print(found: Fuzzed, files: list[Path]) -> None:
     verdict = "[bold red]fails[/]" if found.failures else "[green]holds[/]"
     console.print(
         f"{verdict}: {found.tried} cases on {found.backend} in {found.seconds:.0f} s, seed {found.seed}: "
-        f"{len(found.failures)} failures, {found.refused.total()} refused"
+        f"{len(found.failures)} failures, {found.refused.total()} refused{', interrupted' if found.interrupted else ''}"
     )

@@ -365,9 +365,11 @@ def _stages(
     names, remarks = (side_a.label, side_b.label), []
     remarks += [_unlike(side, outcome, s) for side, outcome in zip(sides, (a, b), strict=True) if side.stages]
     remarks = [remark for remark in remarks if remark]
+    whys = {side.name: outcome.why.rstrip(".") for side, outcome in zip(sides, (a, b), strict=True)}
     if not have:
         if not ok:
-            remarks.append("no stages were probed, so that the first one to part cannot be named; record with --stages")
+            why = next((why for why in whys.values() if why), "record with --stages")
+            remarks.append(f"no stages were probed, so that the first one to part cannot be named: {why}")
         return {}, None, names, remarks
     errors: dict[str, dict[str, tuple[float, float]]] = {}
     truths: dict[int, StageTruth] = {}
@@ -387,7 +389,8 @@ def _stages(
             return errors, parting, names, remarks
     else:
         other = next(side for side in sides if not side.stages)
-        remarks.append(f"{other.name} has no stages of this case; {have[0].name} is held against the exact ones")
+        said = f"{have[0].name} is held against the exact stages; {other.name} has none of this case"
+        remarks.append(f"{said}: {whys[other.name]}" if whys[other.name] else said)
     for side in have:
         parting = first_parting(truth(chunk_of(side.stages)), side)
         if parting is not None:

@@ -66,7 +66,8 @@ class Settings(NamedTuple):
 class Outcome(NamedTuple):
     """What became of one case on one backend.
 
-    status: "done"; "refused" (the backend does not compute such calls) or "failed" (it broke), with why.
+    status: "done" (why: it has no stages, if they were wanted); "refused" (the backend does not compute such calls) or
+    "failed" (it broke), with why.
     tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
     """
 
@@ -135,24 +136,27 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
         sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return refused._replace(status="failed", why=sentence)
     seconds = time.perf_counter() - started
-    return Outcome(
-        name, "done", "", found, _probed(backend, problem, settings), backend.rounding(problem.signature), seconds
-    )
+    stages, why = _probed(backend, problem, settings)
+    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds)
 
 
-def _probed(backend: Backend, problem: Problem, settings: Settings) -> Stages:
-    """The backend's stages of a call, or none: where they are not wanted, or it has none for such a call."""
+def _probed(backend: Backend, problem: Problem, settings: Settings) -> tuple[Stages, str]:
+    """The backend's stages of a call; or none, and why, where it has none for such a call."""
     s = problem.signature
-    if not settings.stages or not hasattr(backend, "probe") or s.step or s.packed or s.B * s.T == 0:
-        return {}
+    if not settings.stages or s.B * s.T == 0:
+        return {}, ""
+    if s.step or s.packed:
+        return {}, "a single step has none" if s.step else "packed sequences have none"
+    if not hasattr(backend, "probe"):
+        return {}, f"backend {backend.name!r} shows none"
     try:
-        found = backend.probe(problem)
-    except GdnError:  # it has none for what these operands hold
-        return {}
+        probed = backend.probe(problem)
+    except GdnError as error:
+        return {}, str(error)
     return {
         stage: tuple(None if a is None else np.asarray(backend.to_numpy(a)) for a in parts)
-        for stage, parts in found.items()
-    }
+        for stage, parts in probed.items()
+    }, ""
 
 
 def packed_tensors(outcome: Outcome) -> dict[str, np.ndarray]:

@@ -36,6 +36,7 @@ class Fuzzed:
     refused: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def tried(self) -> int:
@@ -52,6 +53,7 @@ class Fuzzed:
             "refused": dict(self.refused),
             "failures": [{"property": f.property, "sentence": f.sentence, "case": repr(f.case)} for f in self.failures],
             "seconds": round(self.seconds, 1),
+            "interrupted": self.interrupted,
         }
 
 
@@ -64,7 +66,9 @@ def fuzz(
     batch: int = 100,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Fuzzed:
-    """Draw cases for each property in turn until there are enough, or the time is up; the same seed draws the same.
+    """Draw cases for each property in turn until there are enough, the time is up, or somebody interrupts it.
+
+    The same seed draws the same cases.
 
     A property that fails is shrunk to its smallest case and left alone from then on.
 
@@ -84,10 +88,15 @@ def fuzz(
         if progress is not None:
             progress(name, min(found.tried, cases), cases)
         count = min(batch, cases - found.tried)
-        if not _batch(found, name, count, seed + turn // len(names)):
-            names.remove(name)
-        else:
+        try:
+            holds = _batch(found, name, count, seed + turn // len(names))
+        except KeyboardInterrupt:  # what was found until then is worth having
+            found.interrupted = True
+            break
+        if holds:
             turn += 1
+        else:
+            names.remove(name)
     found.seconds = time.perf_counter() - started
     return found
 
