@@ -15,7 +15,8 @@ from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
-from portable_gdn.tpu.plan import CHUNK, UNITS, Core, pipeline
+from portable_gdn.tpu.pipeline_plan import UNITS, Core, pipeline
+from portable_gdn.tpu.plan import CHUNK
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

@@ -17,6 +17,7 @@ import numpy as np
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
+from .pipeline_plan import describe
 from .plan import TABLE_LIMIT, VMEM_LIMIT, backward_plan, plan
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
@@ -101,6 +102,12 @@ class Pallas:
                 "'pallas-interpret' runs the same kernel on a CPU"
             )
         return _refuses(signature)
+
+    def how(self, signature: Signature) -> str:
+        """Which kernel a call gets, by which plan, and why not the other one."""
+        from .pipelined import core
+
+        return describe(signature, core())
 
     def _interpret(self) -> Any:
         return False

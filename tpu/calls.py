@@ -18,8 +18,9 @@ from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
 from .kernels.backward import backward
 from .kernels.forward import PROBED, forward
+from .pipeline_plan import pipeline
 from .pipelined import by_pipeline, core
-from .plan import CHUNK, Plan, backward_plan, pipeline, plan
+from .plan import CHUNK, Plan, backward_plan, plan
 
 __all__ = ["STATES", "compute", "compute_gradients", "probe"]
 

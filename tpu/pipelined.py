@@ -10,7 +10,7 @@ from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, forward
-from .plan import Core, Pipeline
+from .pipeline_plan import Core, Pipeline
 
 __all__ = ["by_pipeline", "core"]
 
@@ -95,4 +95,6 @@ def core() -> Core:
         found = pltpu.get_tpu_info()
     except Exception:  # no TPU, or one that this jax does not know
         return Core()
-    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes)
+    chip = str(found.chip_version.value)
+    chip = chip if chip.startswith("v") else f"v{chip}"
+    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes, chip)

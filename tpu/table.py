@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .plan import Pipeline, Plan
+from .pipeline_plan import Pipeline
+from .plan import Plan
 
 __all__ = ["BEGIN", "BLOCK", "END", "FIRST", "FLAGS", "FRESH", "LAST", "SLOT", "WORDS", "chunk_table"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..plan import Pipeline
+from ..pipeline_plan import Pipeline
 
 __all__ = [
     "BF16",

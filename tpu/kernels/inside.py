@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...spec.gates import L2_EPS, activate_gate
-from ..plan import Inside
+from ..pipeline_plan import Inside
 
 __all__ = ["HISTORY", "convolved", "log_decay", "normalised", "tap_rows"]
 

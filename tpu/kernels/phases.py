@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ...spec.stages import RESET
-from ..plan import Pipeline, Span
+from ..pipeline_plan import Pipeline, Span
 from . import inside
 from .halves import (
     BF16,

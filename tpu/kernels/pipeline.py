@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .. import table as tb
-from ..plan import Pipeline
+from ..pipeline_plan import Pipeline
 from . import inside
 from .halves import F32, C
 from .phases import Chunk, Gates, Part, Slot, placed, slot_shapes

@@ -1,0 +1,98 @@
+"""The table by which the TPU plan decides how many heads share a grid step: compiled anew, on this CPU.
+
+    python benchmarks/tpu_tiling.py            # compile all candidates, show them beside the table
+    python benchmarks/tpu_tiling.py --write    # and put them into tpu/tiling.json
+
+Each candidate is a whole compilation for a chip: about half a minute, an hour for all. ``--only v6e`` takes a part and
+keeps the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import NamedTuple
+
+import jax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from portable_gdn.harness.shapes import Shape
+from portable_gdn.harness.tpu_report import TpuReport, tpu_reports
+from portable_gdn.tpu.tiling import FILE, Entry, entries, trying
+
+CHIPS = ("v5e", "v6e", "v7x")
+HEADS = (8, 16)
+DIMS = ((128, 128), (64, 64), (256, 256))
+
+
+class Candidate(NamedTuple):
+    """A call to compile, and how many value heads may share its grid steps."""
+
+    chip: str
+    precision: str
+    inside: bool
+    key_dim: int
+    value_dim: int
+    heads: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        inside = "fused" if self.inside else "core"
+        return f"{self.chip} {self.precision} {inside} {self.key_dim} x {self.value_dim}, {self.heads} heads"
+
+
+CANDIDATES = [
+    Candidate(chip, precision, inside, *dims, heads)
+    for dims in DIMS
+    for chip in CHIPS
+    for inside in ((True, False) if dims == DIMS[0] else (True,))
+    for precision in ("fast", "default")
+    for heads in HEADS
+]
+
+
+def measure(c: Candidate) -> Entry | None:
+    """The candidate's cycles, or None where it does not fit."""
+    shape = Shape(seqlen=4096, heads=16, value_heads=32, key_dim=c.key_dim, value_dim=c.value_dim)
+    with trying(c.heads):
+        jax.clear_caches()  # a call is traced once, whatever the table says later
+        (found,) = tpu_reports("forward", "gdn", shape, [c.chip], precision=c.precision, fused=c.inside)
+    jax.clear_caches()
+    if not isinstance(found, TpuReport) or found.cycles_per_head_128 is None:
+        return None
+    return Entry(**c._asdict(), cycles=round(found.cycles_per_head_128))
+
+
+def main() -> int:
+    """Compile and show, and perhaps write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="keep the new figures")
+    parser.add_argument("--only", default="", help="candidates whose name contains this")
+    options = parser.parse_args()
+    table = Table("candidate", "cycles", "in the table")
+    before = {Candidate(*e[:-1]): e for e in entries()}
+    made = {}
+    for c in track([c for c in CANDIDATES if options.only in c.name], "compile", console=Console(stderr=True)):
+        entry = measure(c)
+        known = before.get(c)
+        table.add_row(c.name, str(entry.cycles) if entry else "does not fit", str(known.cycles) if known else "-")
+        if entry is not None:
+            made[c] = entry
+            if options.write:
+                write({**before, **made})
+    Console().print(table)
+    return 0
+
+
+def write(found: dict[Candidate, Entry]) -> None:
+    """Keep what was found, a line each, in the order of the candidates."""
+    lines = [json.dumps(found[c]._asdict()) for c in CANDIDATES if c in found]
+    FILE.write_text('{\n "schedules": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

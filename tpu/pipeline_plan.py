@@ -1,0 +1,301 @@
+"""The plan of the pipelined kernel: where heads lie in tiles, how many share a grid step, and whether that fits into
+VMEM. No jax here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..spec.problem import Signature
+from ..spec.variants import VARIANTS
+from .plan import CHUNK, LANES, TABLE_LIMIT, plan
+from .tiling import Entry, best
+
+__all__ = ["UNITS", "Core", "Inside", "Pipeline", "Span", "describe", "pipeline", "spans", "tiled", "why_not"]
+
+
+class Inside(NamedTuple):
+    """What of a call's prologue the pipelined kernel does itself.
+
+    width of the convolution, 0 without one; its bias; silu behind it; norm: l2norm of q and k; gate: g is a raw
+    projection, and lower_bound that of a bounded gate.
+    """
+
+    width: int
+    bias: bool
+    silu: bool
+    norm: bool
+    gate: bool
+    lower_bound: float | None
+
+
+class Span(NamedTuple):
+    """Where a head's channels lie: ``tiles`` whole tiles of lanes from ``first`` on, and in those lanes low to high.
+
+    Kernels work on whole tiles as they lie, and channels of neighbours in them are masked: nothing is moved.
+    """
+
+    first: int
+    tiles: int
+    low: int
+    high: int
+
+    @property
+    def lanes(self) -> int:
+        """Of its tiles."""
+        return self.tiles * LANES
+
+    @property
+    def whole(self) -> bool:
+        """Whether no lane belongs to a neighbour."""
+        return (self.low, self.high) == (0, self.lanes)
+
+
+def spans(heads: int, width: int) -> tuple[Span, ...]:
+    """Of heads of ``width`` channels side by side."""
+    found = []
+    for begin in range(0, heads * width, width):
+        first = begin // LANES
+        tiles = -(-(begin + width) // LANES) - first
+        found.append(Span(first, tiles, begin - first * LANES, begin - first * LANES + width))
+    return tuple(found)
+
+
+class Pipeline(NamedTuple):
+    """The static numbers of the pipelined kernel.
+
+    B rows, T tokens, K and V channels; N states of packed sequences, or 0 where rows are sequences; P key heads and R
+    value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
+    precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
+    256 x 256; starts: whether packed sequences begin from states that are given; every: whether the states before each
+    chunk are returned; inside: what is done before the rule.
+    """
+
+    B: int
+    T: int
+    K: int
+    V: int
+    N: int
+    P: int
+    R: int
+    U: int
+    groups: int
+    parts: int
+    precision: str
+    scale: float
+    k_bytes: int
+    v_bytes: int
+    wide_mxu: bool
+    starts: bool
+    every: bool
+    inside: Inside
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed in one row: each chunk has its own place in the table of chunks."""
+        return self.N > 0
+
+    @property
+    def summands(self) -> int:
+        """Arrays that add up to an operand of a product, where it is not an input."""
+        return 2 if self.precision == "default" else 1
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether q and k are kept from one phase to another, since they are not what lies in HBM."""
+        return self.inside.norm or self.inside.width > 0
+
+    @property
+    def heads(self) -> int:
+        """Value heads a grid step."""
+        return self.P * self.R
+
+    @property
+    def keys(self) -> tuple[Span, ...]:
+        """Where each key head of a grid step lies."""
+        return spans(self.P, self.K)
+
+    @property
+    def values(self) -> tuple[Span, ...]:
+        """Where each value head of a grid step lies."""
+        return spans(self.heads, self.V)
+
+    @property
+    def key_lanes(self) -> int:
+        """Of the key head with the most tiles."""
+        return max(span.lanes for span in self.keys)
+
+    @property
+    def value_lanes(self) -> int:
+        """Of the value head with the most tiles."""
+        return max(span.lanes for span in self.values)
+
+    @property
+    def blocks(self) -> int:
+        """Chunks of a row."""
+        return -(-self.T // CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        """Entries of the table of chunks: a boundary cuts a block in two at most once each; whole grid steps."""
+        return self.steps * self.U
+
+    @property
+    def C(self) -> int:
+        """Tokens a chunk."""
+        return CHUNK
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of a row and a group of heads."""
+        return -(-(self.blocks + max(self.N - 1, 0)) // self.U)
+
+    @property
+    def entries(self) -> int:
+        """Grid steps of a part that read new tokens; one more drains the pipeline."""
+        return self.B * self.groups // self.parts * self.steps
+
+    @property
+    def masked(self) -> bool:
+        """Whether there are chunks with rows that are not theirs."""
+        return self.packed or self.T % (self.U * CHUNK) != 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of scalar memory that the table of chunks takes."""
+        return 20 * self.chunks if self.packed else 0
+
+    @property
+    def vmem(self) -> int:
+        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
+        square, kept = CHUNK * CHUNK, 4 if self.precision == "highest" else 2
+        key_tiles, value_tiles = self.P * self.K // LANES, self.heads * self.V // LANES
+        K, V = self.key_lanes, self.value_lanes
+        state = self.heads * self.K * -(-self.V // LANES) * LANES * 4
+        tokens = self.U * square
+        blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
+        blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
+        blocks += state * self.U if self.every else 0
+        slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
+        slot += 2 * kept * self.P * CHUNK * K if self.keeps_keys else 0
+        if self.inside.width:
+            slot += 4 * self.heads * CHUNK * V + 4 * (2 * key_tiles + value_tiles) * square
+        scratch = self.heads * K * V * 4 * (self.U if self.packed else 1)
+        if self.packed:
+            scratch += self.U * value_tiles * square * self.v_bytes
+        spilled = self.heads * square * 16 * (1 + 2 * self.summands * (kept // 2)) * max(K, V) // LANES
+        return 2 * blocks + self.U * slot + scratch + spilled
+
+
+#: Chunks of a grid step of the pipeline: at least its depth.
+UNITS = 4
+#: Tokens from which on it costs less than the other kernel, which works on no chunk that is not there.
+SHORTEST_ROW = 2 * CHUNK + 1
+
+
+def _inside(s: Signature) -> Inside:
+    """Everything, unless there is a mask: then the specification's prologue comes first, and nothing is left."""
+    if s.has("mask"):
+        return Inside(0, False, False, False, False, None)
+    width, silu = (0, False) if s.conv is None else (s.conv.width, s.conv.activation == "silu")
+    return Inside(
+        width, s.has("conv_bias"), silu, s.qk_l2norm, s.gate is not None, None if s.gate is None else s.gate.lower_bound
+    )
+
+
+class Core(NamedTuple):
+    """Of the chip that is compiled for: side of a matrix unit, cores of a device, bytes of VMEM, and its name."""
+
+    mxu_side: int = 256
+    cores: int = 1
+    vmem: int = 64 << 20
+    chip: str = "v6e"
+
+
+def why_not(s: Signature) -> str | None:
+    """Why the pipelined kernel is not for a call, whatever the chip, or None."""
+    if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]) or not s.has("beta"):
+        return "the pipelined kernel has one decay and one beta a head"
+    if s.chunk_size not in (None, CHUNK):
+        return f"chunk_size is {s.chunk_size}, and the pipelined kernel's chunks have {CHUNK} tokens"
+    if s.T < SHORTEST_ROW:
+        return f"T is {s.T}, and the pipelined kernel is worth it from {SHORTEST_ROW} on"
+    if s.has("segment_ids"):
+        return "segments are given by segment_ids"
+    if s.conv is not None and s.has("mask"):
+        return "there are a convolution and a mask"
+    if s.conv is not None and not 2 <= s.conv.width <= 8:
+        return f"the convolution is {s.conv.width} wide, and the pipelined kernel has 2 to 8 inside"
+    if not any(_whole(s, P) for P in _divisors(s)):
+        return f"no number of heads with {s.K} and {s.V} channels fills tiles of {LANES} lanes"
+    return None
+
+
+def pipeline(s: Signature, core: Core, every: bool = False) -> Pipeline | None:
+    """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
+
+    As many heads share a grid step as ``tiling`` found best, or as VMEM holds. ``every``: with the state before each
+    chunk.
+    """
+    if why_not(s) is not None:
+        return None
+    most = tiled(s, core).heads
+    for P in _divisors(s):
+        if most >= P * (s.HV // s.H) and _whole(s, P):
+            p = _pipeline(s, core, P, every)
+            if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT:
+                return p
+    return None
+
+
+def describe(s: Signature, core: Core) -> str:
+    """Which kernel a call gets, in one line."""
+    p, why = pipeline(s, core), why_not(s)
+    if p is None:
+        q = plan(s)
+        why = why or f"not even one key head's step fits into {core.vmem >> 20} MiB of VMEM"
+        return f"plain kernel, {q.heads} value heads and a chunk of {q.C} tokens a grid step ({why})"
+    found = tiled(s, core)
+    most = (
+        f"up to {found.heads} are best where it was compiled: {found}" if found.cycles else "as many as were asked for"
+    )
+    return f"pipelined kernel, {p.heads} value heads and {p.U} chunks of {CHUNK} tokens a grid step ({most})"
+
+
+def tiled(s: Signature, core: Core) -> Entry:
+    """The compiled schedule that a call's plan goes by."""
+    inside = s.conv is not None or s.qk_l2norm
+    return best(core.chip, s.precision, inside, s.K, s.V)
+
+
+def _divisors(s: Signature) -> list[int]:
+    """Numbers of key heads that may share a grid step, the most first."""
+    return [P for P in range(s.H, 0, -1) if s.H % P == 0]
+
+
+def _whole(s: Signature, P: int) -> bool:
+    """Whether the channels of so many key heads, and those of their value heads, are whole tiles."""
+    return P * s.K % LANES == 0 and P * (s.HV // s.H) * s.V % LANES == 0
+
+
+def _pipeline(s: Signature, core: Core, P: int, every: bool) -> Pipeline:
+    groups = s.H // P
+    return Pipeline(
+        B=s.B,
+        T=s.T,
+        K=s.K,
+        V=s.V,
+        N=s.N if s.packed else 0,
+        P=P,
+        R=s.HV // s.H,
+        U=UNITS,
+        groups=groups,
+        parts=core.cores if s.B * groups % core.cores == 0 else 1,
+        precision=s.precision,
+        scale=s.scale,
+        k_bytes=2 if s.precision != "highest" or s.dtype == "bfloat16" else 4,
+        v_bytes=2 if s.dtype == "bfloat16" else 4,
+        wide_mxu=core.mxu_side == 256,
+        starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
+        every=every,
+        inside=_inside(s),
+    )

@@ -1,0 +1,73 @@
+"""How many heads share a grid step of the pipelined kernel: from a table of schedules that were compiled.
+
+``tiling.json`` beside this file holds, for chips, precisions and head dims, the cycles of the kernel with so many value
+heads a step at most; ``benchmarks/tpu_tiling.py`` compiles them anew. A call takes what was best at the nearest entry,
+and fewer heads where its own do not divide so or VMEM does not hold them. No jax here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FILE", "Entry", "best", "entries", "trying"]
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+class Entry(NamedTuple):
+    """A schedule that was compiled: ``cycles`` for each value head and 128 tokens, with the prologue inside or not."""
+
+    chip: str
+    precision: str
+    inside: bool
+    key_dim: int
+    value_dim: int
+    heads: int
+    cycles: int
+
+    def __str__(self) -> str:
+        inside = "with" if self.inside else "without"
+        return (
+            f"{self.cycles} cycles a value head and 128 tokens on {self.chip}, {self.precision}, "
+            f"{self.key_dim} x {self.value_dim}, {inside} the prologue"
+        )
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """The table."""
+    return tuple(Entry(**row) for row in json.loads(FILE.read_text())["schedules"])
+
+
+_tried: list[int] = []
+
+
+@contextmanager
+def trying(heads: int) -> Iterator[None]:
+    """Within it, ``heads`` value heads a step at most, whatever the table says. To make the table."""
+    _tried.append(heads)
+    try:
+        yield
+    finally:
+        _tried.pop()
+
+
+@cache
+def _nearest(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
+    def distance(e: Entry) -> tuple[float, ...]:
+        dims = abs(log2(e.key_dim / key_dim)) + abs(log2(e.value_dim / value_dim))
+        return e.chip != chip, dims, e.precision != precision, e.inside != inside, e.cycles
+
+    return min(entries(), key=distance)
+
+
+def best(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
+    """The schedule with the fewest cycles among those of the chip (or any) for the nearest dims, precision, prologue."""
+    found = _nearest(chip, precision, inside, key_dim, value_dim)
+    return found._replace(heads=_tried[-1], cycles=0) if _tried else found
