@@ -68,6 +68,6 @@ def _nearest(chip: str, precision: str, inside: bool, key_dim: int, value_dim: i
 
 
 def best(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
-    """The schedule with the fewest cycles among those of the chip (or any) for the nearest dims, precision, prologue."""
+    """The schedule with the fewest cycles of the chip (or any) for the nearest dims, precision and prologue."""
     found = _nearest(chip, precision, inside, key_dim, value_dim)
     return found._replace(heads=_tried[-1], cycles=0) if _tried else found
