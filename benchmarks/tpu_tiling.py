@@ -3,8 +3,8 @@
     python benchmarks/tpu_tiling.py            # compile all candidates, show them beside the table
     python benchmarks/tpu_tiling.py --write    # and put them into tpu/tiling.json
 
-Each candidate is a whole compilation for a chip: about half a minute, a quarter of an hour for all. ``--only v6e`` takes a part and
-keeps the rest.
+Each candidate is a whole compilation for a chip: half a minute, a quarter of an hour for all. ``--only v6e`` takes part
+of them and keeps the rest.
 """
 
 from __future__ import annotations

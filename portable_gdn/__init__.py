@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .api import (
         BoundedGate,
         MixerState,
+        RuleStates,
         ShortConv,
         SoftplusGate,
         explain,
@@ -29,6 +30,7 @@ _HOME = {
         (
             "BoundedGate",
             "MixerState",
+            "RuleStates",
             "ShortConv",
             "SoftplusGate",
             "explain",
@@ -46,6 +48,7 @@ __all__ = [
     "BoundedGate",
     "GdnError",
     "MixerState",
+    "RuleStates",
     "ShortConv",
     "SoftplusGate",
     "__version__",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import dispatch
-from .door import check_host_boundaries, describe, normalise, run
+from .door import check_host_boundaries, describe, normalise, run, run_with_states
 from .spec.conv import ShortConv
 from .spec.errors import bad
 from .spec.gates import BoundedGate, SoftplusGate
@@ -18,6 +18,7 @@ from .spec.problem import GateKind, Options
 __all__ = [
     "BoundedGate",
     "MixerState",
+    "RuleStates",
     "ShortConv",
     "SoftplusGate",
     "explain",
@@ -42,6 +43,17 @@ class MixerState(NamedTuple):
     conv: Array | None = None
 
 
+class RuleStates(NamedTuple):
+    """What is returned where ``output_states_every`` is given, by state_layout.
+
+    final: the final states [B, HV, K, V], or None unless asked for. every: the states behind each multiple of so many
+    tokens, [B, T // output_states_every, HV, K, V].
+    """
+
+    final: Array | None
+    every: Array
+
+
 def gated_delta_rule(
     q: Array,
     k: Array,
@@ -64,8 +76,9 @@ def gated_delta_rule(
     state_layout: str = "kv",
     deterministic: bool = False,
     check_values: bool = False,
+    output_states_every: int | None = None,
     backend: str | None = None,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | RuleStates | None]:
     """The gated delta rule over whole sequences, on the best backend for the arrays given.
 
     Per token and value head, with the state S [K, V] in float32::
@@ -94,12 +107,16 @@ def gated_delta_rule(
         deterministic: forbid whatever can change bits from run to run.
         check_values: look at contents too: finite values, g <= 0, gates in [0, 2], boundaries on a device. Under
             ``jax.jit`` this needs ``jax.experimental.checkify``.
+        output_states_every: return the states behind every so many tokens, too, for a cache of prefixes say; rows must
+            be sequences. The TPU kernel returns those at multiples of 128 as it goes; otherwise the call is run in
+            pieces of so many tokens.
         backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
             ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
             by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for; with
+        ``output_states_every`` they are a ``RuleStates``.
 
     Raises:
         GdnError: an argument is wrong, or the backend named cannot compute the call.
@@ -119,8 +136,12 @@ def gated_delta_rule(
         gate,
         Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
     )
-    result = run(*normalise(operands, options, backend, check_values))
-    return result.o, result.state
+    problem, chosen = normalise(operands, options, backend, check_values)
+    if output_states_every is None:
+        result = run(problem, chosen)
+        return result.o, result.state
+    result, every = run_with_states(problem, chosen, output_states_every)
+    return result.o, RuleStates(result.state, every)
 
 
 def gated_delta_rule_step(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from . import dispatch
 from .spec.errors import GdnError, bad
 from .spec.evaluate import DIFFERENTIABLE
+from .spec.pieces import run_by_pieces
 from .spec.problem import Backend, Meta, Options, Problem, Result, Signature
 from .spec.rules import check_boundaries, make_signature
 
@@ -107,6 +109,28 @@ def run(problem: Problem, backend: Backend) -> Result:
     if problem.signature.B * problem.signature.T == 0:
         return empty_result(problem)
     return backend.run(problem)
+
+
+def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Result, Array]:
+    """Compute, and the states [B, T // every, ...] behind every so many tokens.
+
+    Raises:
+        GdnError: ``every`` is no positive integer, or rows are not sequences.
+    """
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
+        raise bad("output_states_every", repr(every), "be a positive integer")
+    s = problem.signature
+    for name in ("cu_seqlens", "segment_ids"):
+        if s.has(name):
+            raise bad("output_states_every", f"given with {name}", "be left out: rows must be sequences")
+    if s.B * s.T == 0:
+        result = empty_result(Problem(replace(s, output_final_state=True), problem.operands))
+        states: Any = result.state
+        return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
+    own = getattr(backend, "run_with_states", None)
+    if own is not None:
+        return own(problem, int(every))
+    return run_by_pieces(backend.run, problem, int(every))
 
 
 def run_with_gradients(

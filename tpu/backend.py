@@ -119,6 +119,15 @@ class Pallas:
         s, x = problem
         return Result(*compute(s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, x))
 
+    def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
+        """Compute, and the states behind every so many tokens; at multiples of the kernel's chunks they fall out."""
+        from .calls import compute_with_states
+
+        s, x = problem
+        args = s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, every, x
+        out, states = compute_with_states(*args)
+        return Result(*out), states
+
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, in one compiled program."""
         from .calls import compute_gradients

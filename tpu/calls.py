@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..spec.errors import bad
 from ..spec.evaluate import DIFFERENTIABLE
-from ..spec.problem import Signature
+from ..spec.pieces import run_by_pieces
+from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
 from .kernels.backward import backward
@@ -22,7 +24,7 @@ from .pipeline_plan import pipeline
 from .pipelined import by_pipeline, core
 from .plan import CHUNK, Plan, backward_plan, plan
 
-__all__ = ["STATES", "compute", "compute_gradients", "probe"]
+__all__ = ["STATES", "compute", "compute_gradients", "compute_with_states", "probe"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
@@ -48,6 +50,51 @@ def compute(
         choose: leave it to the compiler which of both to take, where the operands are traced and not interpreted.
     """
     return _call(s, interpret, stages, other, choose, operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def compute_with_states(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
+) -> tuple[Outputs, Array]:
+    """The same, and the states behind every so many tokens [B, T // every, ...]; rows are sequences."""
+    line = pipeline(s, core(), every=True) if stages is own_stages and every % CHUNK == 0 else None
+    if line is None:
+        run = lambda problem: Result(*_call(problem.signature, interpret, stages, other, choose, problem.operands))  # noqa: E731
+        result, states = run_by_pieces(run, Problem(s, operands), every)
+        return tuple(result), states
+    return _with_states_every(s, interpret, stages, other, choose, every, operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
+def _with_states_every(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
+) -> tuple[Outputs, Array]:
+    def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
+        line = pipeline(s, core(), every=True)
+        assert line is not None
+        (o, state, conv_state), before = by_pipeline(replace(s, output_final_state=True), line, interpret, operands)
+        before = swap_state(jnp, s, jnp.reshape(before, (s.B, line.blocks, *before.shape[1:])))
+        chunks = every // CHUNK  # those behind a chunk are those before the next one, or the last
+        found = jnp.concatenate([before, state[:, None]], 1)[:, chunks : s.T // CHUNK + 1 : chunks]
+        return (o, state if s.output_final_state else None, conv_state), found
+
+    return _chosen(s, interpret, choose, kernel, partial(_other_by_pieces, s, other, every), operands)
+
+
+def _other_by_pieces(s: Signature, other: Other, every: int, operands: dict[str, Array]) -> tuple[Outputs, Array]:
+    run = lambda problem: Result(*other(problem.signature, problem.operands))  # noqa: E731
+    result, states = run_by_pieces(run, Problem(s, operands), every)
+    return tuple(result), states
+
+
+def _with_states_every_backward(
+    s: Signature, _: Any, __: Any, other: Other, ___: bool, every: int, operands: Any, cotangents: Any
+) -> Any:
+    outputs = lambda smooth: _other_by_pieces(s, other, every, {**operands, **smooth})  # noqa: E731
+    return ({**dict.fromkeys(operands), **jax.vjp(outputs, _smooth(operands))[1](cotangents)[0]},)
+
+
+_with_states_every.defvjp(lambda *args: (_with_states_every(*args), args[-1]), _with_states_every_backward)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
