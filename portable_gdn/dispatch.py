@@ -149,9 +149,6 @@ class Explanation(NamedTuple):
         serves = getattr(_registry.get(self.backend or ""), "serves", None)
         if serves is not None:
             lines.append(f"  by       {serves(s)}")
-        how = getattr(_registry.get(self.backend or ""), "how", None)
-        if how is not None:
-            lines.append(f"  by the {how(s)}")
         lines += [f"  not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,7 @@ from portable_gdn.harness.cases import Case, build
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
+from portable_gdn.tpu import tiling
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
 from portable_gdn.tpu.pipeline_plan import UNITS, Core, pipeline
 from portable_gdn.tpu.plan import CHUNK
@@ -74,6 +76,43 @@ def test_which_calls_it_takes():
         assert pipeline(other, core) is None
     assert pipeline(signature(), Core(vmem=16 << 20)).heads == 2
     assert pipeline(signature(), Core(vmem=4 << 20)) is None
+
+
+def test_the_table_of_schedules_decides_how_many_heads_share_a_step(monkeypatch):
+    made = [
+        tiling.Entry("v6e", "fast", True, 128, 128, 8, 380),
+        tiling.Entry("v6e", "fast", True, 128, 128, 16, 360),
+        tiling.Entry("v6e", "default", True, 64, 64, 4, 300),
+        tiling.Entry("v5e", "fast", True, 128, 128, 8, 500),
+    ]
+    monkeypatch.setattr(tiling, "entries", lambda: made)
+    tiling._nearest.cache_clear()
+    try:
+        core = Core(vmem=128 << 20)
+        assert pipeline(signature(precision="fast", qk_l2norm=True), core).heads == 16
+        assert pipeline(signature(H=2, HV=2, precision="fast"), core).heads == 2
+        assert pipeline(signature(K=64, V=64), core).heads == 4
+        assert pipeline(signature(), core._replace(chip="v5e")).heads == 8
+        assert pipeline(signature(), core._replace(chip="v99")).heads == 16  # the nearest of any
+        assert pipeline(signature(precision="fast"), Core(vmem=24 << 20)).heads < 16  # as VMEM allows
+        with tiling.trying(2):
+            assert pipeline(signature(), core).heads == 2
+    finally:
+        tiling._nearest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "pipelined kernel, .* value heads and 4 chunks of 128 tokens a grid step"),
+        ({"chunk_size": 64}, "plain kernel, .* a chunk of 64 tokens .*chunk_size is 64"),
+        ({"T": 100}, "plain kernel, .*T is 100"),
+        ({"K": 60}, "no number of heads with 60 and 128 channels fills tiles of 128 lanes"),
+        ({"V": 512, "K": 512, "H": 2, "HV": 64}, "not even one key head's step fits into 64 MiB"),
+    ],
+)
+def test_it_is_said_which_kernel_runs_and_why(options, words):
+    assert re.search(words, PALLAS.serves(signature(**options)))
 
 
 CASES = [

@@ -103,7 +103,7 @@ class Pallas:
             )
         return _refuses(signature)
 
-    def how(self, signature: Signature) -> str:
+    def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one."""
         from .pipelined import core
 

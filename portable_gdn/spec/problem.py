@@ -161,7 +161,10 @@ class Backend(Protocol):
     ``emulating`` (a function: the backend that rounds operands of products as a TPU does, on any device);
     ``serves`` (a function of a Signature: what of a library serves such a call, shown by ``explain``);
     ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
-    ``unavailable`` says). And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
+    ``unavailable`` says);
+    ``run_with_states`` (a function of a Problem and a number of tokens: the result, and the states behind every so
+    many, where it can do better than piece by piece).
+    And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
     compiler takes the first for that platform and the second backend for every other; and with it ``alone``, the
     instance without that choice, which runs where the backend is asked for by name.
     """
