@@ -98,10 +98,9 @@ def bisect(
         inputs: Callable[[Case], Inputs] = first.inputs
         a = SideFacts(f"{first.backend} (recorded)", first.backend, "", {}, {}, tuple(first.derived))
         theirs: Iterator[Outcome] = map(first.outcome, cases)
-        size = settings.chunk_size or max((first.outcome(c).rounding.chunk_size for c in cases), default=CHUNK)
-        settings = settings._replace(chunk_size=size)
+        settings = settings._replace(stage_chunk=settings.chunk_size or first.stage_chunk)
     else:
-        settings = settings._replace(chunk_size=settings.chunk_size or CHUNK)
+        settings = settings._replace(stage_chunk=settings.chunk_size or CHUNK)
         inputs = build
         a = SideFacts(first.name, first.name, "", {}, {}, tuple(getattr(first, "derived_stages", ())))
         theirs = (outcome for outcome, _ in each(first, cases, settings._replace(emulate=None)))

@@ -19,10 +19,10 @@ from ..spec.precision import Rounding
 from ..spec.problem import Backend, Signature
 from .cases import Case, Inputs
 from .compute import Outcome, Settings, each, with_settings
-from .judge import ILL_CONDITIONED, Expectation, Verdict, by_head, judge
+from .judge import Expectation, Verdict, by_head, judge
+from .parting import Run, by_stages
 from .run_file import RunFile
-from .stages import Parting, StageTruth, at_common_boundaries, chunk_of, first_parting, stage_errors
-from .stages import Side as StageSide
+from .stages import Parting, Side
 from .statistics import Statistics, statistics
 from .truth import Truth
 
@@ -188,9 +188,9 @@ def compare(
         GdnError: the recording is damaged, or the backend computes none of what it holds.
     """
     chosen = list(recording.cases) if cases is None else list(cases)
-    settings = settings._replace(stages=_has_stages(recording))
-    if settings.stages and settings.chunk_size is None:
-        settings = settings._replace(chunk_size=_recorded_chunk(recording, chosen))
+    # Results at the backend's own chunk size, stages at the recording's, so that all of them compare.
+    size = settings.chunk_size or recording.stage_chunk
+    settings = settings._replace(stages=recording.settings.stages, stage_chunk=size)
     recording.check(progress)
     result: Comparison | None = None
     by_name = {case.name: case for case in chosen}
@@ -219,16 +219,6 @@ def compare(
             f"{refused[0].removeprefix(f'{result.b.label}: ').rstrip('.')}."
         )
     return result
-
-
-def _has_stages(recording: RunFile) -> bool:
-    return bool(recording.settings.stages)
-
-
-def _recorded_chunk(recording: RunFile, cases: Sequence[Case]) -> int | None:
-    """The chunk size of the recorded stages: what the other side is probed at, so that all stages compare."""
-    sizes = [recording.outcome(case).rounding.chunk_size for case in cases if recording.outcome(case).stages]
-    return max(set(sizes), key=sizes.count) if sizes else None
 
 
 def _recorded_side(recording: RunFile) -> SideFacts:
@@ -279,9 +269,13 @@ def compare_case(
             ]
             if pair[0] is not None and pair[1] is not None:
                 found[tensor] = (pair[0], pair[1])
-    errors, parting, apart, remarks = _stages(a, b, inputs_a, side_a, side_b, s, all(r.holds for r in rows))
+    first, second = (
+        Run(Side(facts.label, outcome.stages, outcome.rounding, facts.derived), outcome, inputs, e)
+        for facts, outcome, inputs, e in zip((side_a, side_b), (a, b), (inputs_a, inputs_b), expected, strict=True)
+    )
+    stages = by_stages(first, second, s, same, all(row.holds for row in rows))
     budgets = (_provenance(a.rounding), _provenance(b.rounding))
-    return CaseComparison(case.name, s.variant.name, rows, found, errors, parting, apart, remarks, budgets)
+    return CaseComparison(case.name, s.variant.name, rows, found, *stages, budgets)
 
 
 def _dtype(inputs: Inputs) -> Any:
@@ -351,71 +345,3 @@ def _row(
         float(budget[head] / unit), bool(np.all(within)) or not judged, judged, head, tuple(map(int, place)),
         (float(x[place]), float(y[place]), float(exact[place])), note,
     )  # fmt: skip
-
-
-def _stages(
-    a: Outcome, b: Outcome, inputs: Inputs, side_a: SideFacts, side_b: SideFacts, s: Signature, ok: bool
-) -> tuple[dict[str, dict[str, tuple[float, float]]], Parting | None, tuple[str, str], list[str]]:
-    """Errors by stage, where the sides part (or one of them leaves the truth), the names of the two, and remarks."""
-    sides = [
-        StageSide(facts.label, outcome.stages, outcome.rounding, facts.derived)
-        for facts, outcome in ((side_a, a), (side_b, b))
-    ]
-    have = [side for side in sides if side.stages]
-    names, remarks = (side_a.label, side_b.label), []
-    remarks += [_unlike(side, outcome, s) for side, outcome in zip(sides, (a, b), strict=True) if side.stages]
-    remarks = [remark for remark in remarks if remark]
-    whys = {side.name: outcome.why.rstrip(".") for side, outcome in zip(sides, (a, b), strict=True)}
-    if not have:
-        if not ok:
-            why = next((why for why in whys.values() if why), "record with --stages")
-            remarks.append(f"no stages were probed, so that the first one to part cannot be named: {why}")
-        return {}, None, names, remarks
-    errors: dict[str, dict[str, tuple[float, float]]] = {}
-    truths: dict[int, StageTruth] = {}
-
-    def truth(chunk: int) -> StageTruth:
-        if chunk not in truths:
-            truths[chunk] = StageTruth(inputs, chunk)
-        return truths[chunk]
-
-    for side in have:
-        errors[side.name] = stage_errors(truth(chunk_of(side.stages)), side)
-    if len(have) == 2:
-        x, y, chunk, left_out = at_common_boundaries(have[0], have[1], s.T)
-        remarks += [left_out] if left_out else []
-        parting = first_parting(truth(chunk), x, y)
-        if parting is not None:
-            return errors, parting, names, remarks
-    else:
-        other = next(side for side in sides if not side.stages)
-        said = f"{have[0].name} is held against the exact stages; {other.name} has none of this case"
-        remarks.append(f"{said}: {whys[other.name]}" if whys[other.name] else said)
-    for side in have:
-        parting = first_parting(truth(chunk_of(side.stages)), side)
-        if parting is not None:
-            return errors, parting, (side.name, "the specification"), remarks
-    return errors, None, names, remarks
-
-
-def _unlike(side: StageSide, outcome: Outcome, s: Signature) -> str:
-    """A remark if the probe's outputs are not those that the backend returns: then the stages do not tell its story."""
-    (o,) = side.stages["output"]
-    found = outcome.tensors.get("o")
-    if o is None or found is None:
-        return ""
-    o = np.moveaxis(np.asarray(o, np.float64), 2, 3)
-    o = o.reshape(s.B, -1, s.HV, s.V)[:, : s.T]
-    found = np.asarray(found, np.float64).reshape(o.shape)
-    if s.has("mask"):  # outputs of masked tokens are 0 by definition
-        o = np.where(found == 0, 0.0, o)
-    eps = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[s.dtype]
-    scale = float(np.sqrt((o**2).mean())) or 1.0
-    worst = float(np.sqrt(((found - o) ** 2).mean())) / scale
-    limit = max(2 * eps, 1e-4 if side.rounding.exact else 10 * ILL_CONDITIONED * eps)
-    if worst <= limit:
-        return ""
-    return (
-        f"the outputs of {side.name} are not those of its own stages (they differ by {worst:.1e}): what parts lies "
-        "outside the stages, in what is done before or around them"
-    )

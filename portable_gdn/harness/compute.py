@@ -38,6 +38,7 @@ class Settings(NamedTuple):
 
     precision, chunk_size: as in a call. dtype: q, k, v (and the cotangent of o) are cast to it. stages: whether stages
     are probed too, where the backend can. emulate: a precision, whose roundings of operands on a TPU are done here.
+    stage_chunk: the chunk size that stages are probed at, if it is another one than that of the call.
     """
 
     precision: str | None = None
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     dtype: str | None = None
     stages: bool = False
     emulate: str | None = None
+    stage_chunk: int | None = None
 
     def check(self) -> None:
         """Refuse what no backend knows.
@@ -136,14 +138,21 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
         sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return refused._replace(status="failed", why=sentence)
     seconds = time.perf_counter() - started
-    stages, why = _probed(backend, problem, settings)
+    stages, why = _probed(backend, inputs, settings)
     return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds)
 
 
-def _probed(backend: Backend, problem: Problem, settings: Settings) -> tuple[Stages, str]:
+def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
     """The backend's stages of a call; or none, and why, where it has none for such a call."""
+    if not settings.stages:
+        return {}, ""
+    options = inputs.options._replace(chunk_size=settings.stage_chunk or inputs.options.chunk_size)
+    try:
+        problem, _ = door.normalise(backend.from_numpy(inputs.operands), options, backend.name)
+    except GdnError:  # it cannot have such chunks
+        problem, _ = door.normalise(backend.from_numpy(inputs.operands), inputs.options, backend.name)
     s = problem.signature
-    if not settings.stages or s.B * s.T == 0:
+    if s.B * s.T == 0:
         return {}, ""
     if s.step or s.packed:
         return {}, "a single step has none" if s.step else "packed sequences have none"

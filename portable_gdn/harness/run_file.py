@@ -222,6 +222,16 @@ class RunFile:
             )
         return inputs
 
+    @property
+    def stage_chunk(self) -> int | None:
+        """The chunk size of most of the recorded stages; None if there are none."""
+        sizes = [
+            self._roundings[name].chunk_size
+            for name, (_, entry) in self._entries.items()
+            if any(tensor.startswith("stage/") for tensor in entry["tensors"])
+        ]
+        return max(set(sizes), key=sizes.count) if sizes else None
+
     def recorded_inputs(self, case: Case) -> Inputs:
         """The inputs as the recorded backend got them: with the recording's settings applied."""
         return with_settings(self.inputs(case), self.settings)

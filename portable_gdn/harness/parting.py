@@ -1,0 +1,102 @@
+"""What the stages of two runs of one case say: where they part, and what could not be compared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..spec.problem import Signature
+from .cases import Inputs
+from .compute import Outcome
+from .judge import Expectation, by_head
+from .stages import Parting, Side, StageTruth, at_common_boundaries, chunk_of, first_parting, stage_errors
+
+__all__ = ["Run", "StageReport", "by_stages"]
+
+
+class Run(NamedTuple):
+    """One side of a case: its stages and results, what it was given, and what its results may differ by."""
+
+    side: Side
+    outcome: Outcome
+    inputs: Inputs
+    expected: Expectation
+
+
+class StageReport(NamedTuple):
+    """errors: by side and stage (error, budget), relative. parting: where the sides part; or, if they agree, where one
+    of them leaves the truth; apart: the names of the two. remarks: what could not be compared, and why.
+    """
+
+    errors: dict[str, dict[str, tuple[float, float]]]
+    parting: Parting | None
+    apart: tuple[str, str]
+    remarks: list[str]
+
+
+def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageReport:
+    """Compare two runs stage by stage.
+
+    Args:
+        same: both were given the same values; otherwise each is held against its own exact stages alone.
+        holds: the results agree, so that nobody misses stages.
+    """
+    names = (a.side.name, b.side.name)
+    have = [run for run in (a, b) if run.side.stages]
+    remarks = [remark for run in have if (remark := _unlike(run, s))]
+    if not have:
+        if not holds:
+            why = a.outcome.why or b.outcome.why or "record with --stages"
+            remarks.append(f"no stages were probed, so that the first one to part cannot be named: {why.rstrip('.')}")
+        return StageReport({}, None, names, remarks)
+    truths: dict[tuple[int, int], StageTruth] = {}
+
+    def truth(run: Run, chunk: int) -> StageTruth:
+        """Of the first run, where both were given the same."""
+        key = (0 if same or run is a else 1, chunk)
+        if key not in truths:
+            truths[key] = StageTruth(run.inputs, chunk)
+        return truths[key]
+
+    errors = {run.side.name: stage_errors(truth(run, chunk_of(run.side.stages)), run.side) for run in have}
+    if len(have) == 2 and same:
+        x, y, chunk, left_out = at_common_boundaries(a.side, b.side, s.T)
+        remarks += [left_out] if left_out else []
+        parting = first_parting(truth(a, chunk), x, y)
+        if parting is not None:
+            return StageReport(errors, parting, names, remarks)
+    elif len(have) == 2:
+        remarks.append("the sides were given different values: each is held against its own exact stages")
+    else:
+        other = b if have[0] is a else a
+        said = f"{have[0].side.name} is held against the exact stages; {other.side.name} has none of this case"
+        remarks.append(f"{said}: {other.outcome.why.rstrip('.')}" if other.outcome.why else said)
+    for run in have:
+        parting = first_parting(truth(run, chunk_of(run.side.stages)), run.side)
+        if parting is not None:
+            return StageReport(errors, parting, (run.side.name, "the specification"), remarks)
+    return StageReport(errors, None, names, remarks)
+
+
+def _unlike(run: Run, s: Signature) -> str:
+    """A remark if the probe's outputs are not those that the backend returns: then the stages do not tell its story.
+
+    Both may round differently, in chunks of other sizes: each has the budget of the result.
+    """
+    (o,), found, e = run.side.stages["output"], run.outcome.tensors.get("o"), run.expected
+    if o is None or found is None:
+        return ""
+    o = np.moveaxis(np.asarray(o, np.float64), 2, 3)
+    o = o.reshape(s.B, -1, s.HV, s.V)[:, : s.T]
+    found = np.asarray(found, np.float64).reshape(o.shape)
+    if s.has("mask"):  # outputs of masked tokens are 0 by definition
+        o = np.where(found == 0, 0.0, o)
+    off, budget = by_head("o", found - o, s), 2 * (3 * (e.u["o"] + e.E["o"]) + e.floor["o"])
+    if np.all(off <= budget):
+        return ""
+    head = int(np.argmax(np.nan_to_num(off - budget, nan=np.inf)))
+    return (
+        f"the outputs of {run.side.name} are not those of its own stages (head {head} is off by {off[head]:.1e}, where "
+        f"{budget[head]:.1e} may be): what parts lies outside the stages, in what is done before or around them"
+    )
