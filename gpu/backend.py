@@ -12,7 +12,7 @@ from ..spec import torch_tensors
 from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
-from .families import chunk_size, family, operand_dtype
+from .families import chunk_size, family, one_token, operand_dtype
 from .launching import others_installed
 from .versions import missing, versions
 
@@ -85,8 +85,6 @@ class Fla:
         A single token's result is that of the recurrent kernel, which a call that wants no gradient gets.
         """
         result, found = torch_tensors.gradients(self.run, problem, cotangents)
-        from .adapter import one_token
-
         return self.run(problem) if one_token(problem.signature) else result, found
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
@@ -145,7 +143,7 @@ class Fla:
     def serves(self, s: Signature) -> str:
         """What of FLA serves a call here, with which versions; and what it does not promise, as sentences."""
         kind = family(s)
-        one = s.step or (s.T == 1 and not s.packed)
+        one = one_token(s)
         name = kind.recurrent if one else kind.chunk
         words = [
             f"{name} of " + ", ".join(f"{name} {version}" for name, version in versions(("fla", "triton")).items())
@@ -192,7 +190,10 @@ class FlaInterpret(Fla):
 
     def run(self, problem: Problem) -> Result:
         """Compute; differentiable by autograd, through FLA's own backward kernels."""
-        interpreter.start()
+        import torch
+
+        if not torch.compiler.is_compiling():  # which cannot trace it; the operation starts it when it runs
+            interpreter.start()
         return super().run(problem)
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:

@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 
-__all__ = ["CHUNK", "FAMILIES", "Family", "chunk_size", "family", "operand_dtype"]
+__all__ = [
+    "CHUNK",
+    "FAMILIES",
+    "Family",
+    "Rule",
+    "chunk_size",
+    "family",
+    "may_reset",
+    "one_token",
+    "operand_dtype",
+    "rule_of",
+]
 
 CHUNK = 64  # FLA's own
 
@@ -94,3 +105,45 @@ def chunk_size(s: Signature) -> int:
 def operand_dtype(s: Signature) -> str:
     """The dtype in which q, k and v enter FLA's kernels; what comes out of a norm or convolution is rounded to it."""
     return "float32" if s.precision == "highest" else s.dtype
+
+
+def one_token(s: Signature) -> bool:
+    """Whether a call has a single token, which FLA's recurrent kernels are for."""
+    return s.step or (s.T == 1 and not s.packed)
+
+
+def may_reset(s: Signature) -> bool:
+    """Whether a gate of this call can be a reset; where none can, none is looked for (it would wait for the device)."""
+    return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
+
+
+class Rule(NamedTuple):
+    """What of a call its kernels must know beside the operands: constants, whatever is traced.
+
+    family: name of the operation. chunk: tokens, 0 for FLA's own choice. bounded: no gate is below -5. resets: a gate
+    may be one. by_head: one decay a head. decays: there are any. raw: q and k are still to be normalised. pinned, ieee:
+    see ``launching.Settings``.
+    """
+
+    family: str
+    scale: float
+    chunk: int
+    bounded: bool
+    resets: bool
+    by_head: bool
+    decays: bool
+    raw: bool
+    pinned: bool
+    ieee: bool
+
+    @property
+    def kind(self) -> Family:
+        """The operation."""
+        return FAMILIES[self.family]
+
+
+def rule_of(s: Signature, raw: bool, pinned: bool, ieee: bool) -> Rule:
+    """The rule of a call."""
+    bounded = s.gate is not None and s.gate.lower_bound is not None
+    chunk = s.chunk_size or 0
+    return Rule(family(s).name, s.scale, chunk, bounded, may_reset(s), s.groups == 1, s.has("g"), raw, pinned, ieee)

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ..spec.gates import L2_EPS, l2norm
-from ..spec.problem import Signature
 from . import interpreter
-from .families import Family, family
+from .families import Family, Rule
 
 __all__ = ["Operands", "chunked", "fitted", "imported", "normalised", "recurrent"]
 
@@ -51,19 +50,19 @@ class Operands(NamedTuple):
         return Operands(*(None if a is None else f(a) for a in self))
 
 
-def fitted(s: Signature, x: Operands) -> Operands:
+def fitted(kind: Family, x: Operands) -> Operands:
     """Heads repeated, and gates by channel, as far as this call's operation wants them.
 
     GDN-2's kernels multiply its gates with k and v in the dtype of those.
     """
-    kind = family(s)
     q, k, v, g, b, w = x
-    if not kind.grouped and s.HV > s.H:
-        q, k = (a.repeat_interleave(s.HV // s.H, 2) for a in (q, k))
-    if kind.by_channel and g.shape[-1] < s.K:
-        g = g.repeat_interleave(s.K // g.shape[-1], -1)
+    K = k.shape[-1]
+    if not kind.grouped and v.shape[2] > q.shape[2]:
+        q, k = (a.repeat_interleave(v.shape[2] // q.shape[2], 2) for a in (q, k))
+    if kind.by_channel and g.shape[-1] < K:
+        g = g.repeat_interleave(K // g.shape[-1], -1)
     if kind.name == "gdn2":
-        b = v.new_zeros(()).expand(*g.shape[:3], s.K) if b is None else b.to(v.dtype).expand(*b.shape[:3], s.K)
+        b = v.new_zeros(()).expand(*g.shape[:3], K) if b is None else b.to(v.dtype).expand(*b.shape[:3], K)
         w = v.new_ones(()).expand(v.shape) if w is None else w.to(v.dtype).expand(v.shape)
     return Operands(q, k, v, g, b, w)
 
@@ -88,29 +87,26 @@ def imported(module: str) -> Any:
     return found
 
 
-def chunked(s: Signature, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host: Tensor | None) -> Any:
+def chunked(rule: Rule, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host: Tensor | None) -> Any:
     """o [B, T, HV, V] and the final states, by the chunk form; ``x`` fitted, boundaries on the device and the host."""
-    kind = family(s)
+    kind = rule.kind
     op = getattr(imported(kind.module), kind.chunk)
     given = {"q": x.q, "k": x.k, "v": x.v, **_gates(kind, x), "initial_state": S}
-    more: dict[str, Any] = {} if s.chunk_size is None or kind.name == "gla" else {"chunk_size": s.chunk_size}
-    if kind.safe and s.gate is not None and s.gate.lower_bound is not None:  # no gate is below -5
+    more: dict[str, Any] = {"chunk_size": rule.chunk} if rule.chunk and kind.name != "gla" else {}
+    if kind.safe and rule.bounded:
         more["safe_gate"] = True
     if cu_seqlens is not None:
         more |= {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": host}
     given = {name: a.contiguous() for name, a in given.items()}
-    return op(**given, scale=s.scale, output_final_state=True, **more)
+    return op(**given, scale=rule.scale, output_final_state=True, **more)
 
 
-def recurrent(s: Signature, x: Operands, S: Tensor, raw: bool) -> Any:
-    """o [B, T, HV, V] and the final states, token by token, all in float32; without gradients.
-
-    ``raw``: q and k are still to be normalised.
-    """
-    kind = family(s)
+def recurrent(rule: Rule, x: Operands, S: Tensor) -> Any:
+    """o [B, T, HV, V] and the final states, token by token, all in float32; without gradients."""
+    kind = rule.kind
     op = getattr(imported(kind.module), kind.recurrent)
-    more: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if raw else {}
-    if raw and x.b is None:  # GLA's kernels have no norm
+    more: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if rule.raw else {}
+    if rule.raw and x.b is None:  # GLA's kernels have no norm
         x, more = x._replace(q=l2norm(xp, x.q.float()), k=l2norm(xp, x.k.float())), {}
     gates = _gates(kind, x)
     if kind.name == "gla":
@@ -118,7 +114,7 @@ def recurrent(s: Signature, x: Operands, S: Tensor, raw: bool) -> Any:
     given = {"q": x.q, "k": x.k, "v": x.v, **gates, "initial_state": S}
     given = {name: a.contiguous() for name, a in given.items()}
     with torch.no_grad():
-        return op(**given, scale=s.scale, output_final_state=True, **more)
+        return op(**given, scale=rule.scale, output_final_state=True, **more)
 
 
 def normalised(x: Operands) -> Operands:

@@ -25,8 +25,8 @@ from torch import Tensor
 from ..spec.errors import GdnError, bad
 from ..spec.problem import Problem, Signature
 from ..spec.stages import RESET
-from .adapter import may_reset, ready
-from .families import chunk_size, family
+from .adapter import ready
+from .families import chunk_size, family, may_reset
 from .operations import Operands, imported, normalised
 
 __all__ = ["probe"]

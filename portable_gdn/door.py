@@ -33,22 +33,26 @@ _BOUNDARIES: dict[tuple[bytes, str, int], None] = {}
 
 def library_of(x: Any) -> str | None:
     """ "torch", "jax", "numpy", or None for anything that is not an array of these."""
+    if _compiling():  # a table that changes would be compiled for again
+        return _look(x)
     kind = type(x)
     try:
         return _LIBRARY_OF_TYPE[kind]
     except KeyError:
         pass
-    found = None
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and isinstance(x, torch.Tensor):
-        found = "torch"
-    elif jax is not None and isinstance(x, jax.Array):
-        found = "jax"
-    elif isinstance(x, (np.ndarray, np.generic)):
-        found = "numpy"
+    found = _look(x)
     if found is not None:  # a type seen before its library was imported must be asked again
         _LIBRARY_OF_TYPE[kind] = found
     return found
+
+
+def _look(x: Any) -> str | None:
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    return "numpy" if isinstance(x, (np.ndarray, np.generic)) else None
 
 
 def _compiling() -> bool:

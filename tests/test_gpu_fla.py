@@ -57,11 +57,11 @@ def test_every_designed_case_holds_is_refused_or_is_known():
 FAULTS = """
 import json, os
 os.environ["TRITON_INTERPRET"] = "1"
-from portable_gdn.gpu import adapter
+from portable_gdn.gpu import rule
 from portable_gdn.harness.cases import cases_named
 from portable_gdn.harness.verify import verify
 
-kernel = adapter._kernel
+kernel = rule._kernel
 
 def gate_of_another_head(s, x, S, bounds):
     return kernel(s, x._replace(g=x.g.roll(1, 2)), S, bounds)
@@ -82,7 +82,7 @@ def state_forgotten(s, x, S, bounds):
 cases = cases_named(["a chunk and a token"])
 found = {}
 for fault in (kernel, gate_of_another_head, beta_squared, gradient_of_beta_dropped, state_transposed, state_forgotten):
-    adapter._kernel = fault
+    rule._kernel = fault
     found[fault.__name__] = verify(["fla-interpret"], full=True, cases=cases, in_process=True).ok
 print(json.dumps(found))
 """
@@ -270,14 +270,14 @@ CALLS = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch, portable_gdn as pg
-from portable_gdn.gpu import adapter, operations
+from portable_gdn.gpu import operations, rule
 torch.manual_seed(0)
 served = []
 for form in ("chunked", "recurrent"):
     def counted(s, x, *more, form=form, op=getattr(operations, form)):
-        served.append((form, operations.family(s).name, x))
+        served.append((form, s.family, x))
         return op(s, x, *more)
-    setattr(adapter, form, counted)
+    setattr(rule, form, counted)
 
 def operands(*lead, H=2, HV=2, dtype=torch.float32):
     x = {"q": torch.randn(*lead, H, 16), "k": torch.randn(*lead, H, 16), "v": torch.randn(*lead, HV, 16)}
@@ -360,12 +360,12 @@ LAUNCHES = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch, portable_gdn as pg
-from portable_gdn.gpu import adapter
-kernel, launches = adapter._kernel, []
+from portable_gdn.gpu import rule as fla
+kernel, launches = fla._kernel, []
 def counted(s, x, S, bounds):
     launches.append(None if bounds is None else len(bounds) - 1)
     return kernel(s, x, S, bounds)
-adapter._kernel = counted
+fla._kernel = counted
 torch.manual_seed(0)
 x = {"q": torch.randn(1, 24, 1, 16), "k": torch.randn(1, 24, 1, 16), "v": torch.randn(1, 24, 2, 16)}
 x |= {"g": -torch.rand(1, 24, 2), "beta": torch.rand(1, 24, 2)}
@@ -377,7 +377,7 @@ resets = {**x, "g": torch.where(torch.arange(24)[None, :, None] % 2 == 0, -float
 o = rule(resets)
 assert launches[1:] == [24], launches
 assert torch.allclose(o, rule(resets, "torch"), atol=1e-5)
-adapter.MOST_BLOCKS = 10
+fla.MOST_BLOCKS = 10
 assert torch.equal(rule(resets), o)
 assert launches[2:] == [10, 10, 4], launches
 
@@ -477,13 +477,13 @@ def test_a_version_is_found_by_either_name_or_none(monkeypatch):
 def test_tf32_is_declared_only_where_there_is_tf32(monkeypatch):
     import torch
 
-    from portable_gdn.gpu import adapter
+    from portable_gdn.gpu import adapter, interpreter
 
     fla = dispatch.get("fla")
     meta = {name: Meta((1, 8, 2, 16), "float32", "cuda") for name in "qkv"}
     of = lambda precision, more: make_signature("torch", "cuda", {**meta, **more}, Options(precision=precision))  # noqa: E731
     beta = {"beta": Meta((1, 8, 2), "float32", "cuda")}
-    monkeypatch.setattr(adapter.interpreter, "chosen", lambda: False)
+    monkeypatch.setattr(interpreter, "chosen", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, products in (((7, 5), "float32"), ((8, 0), "tf32"), ((9, 0), "tf32")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
@@ -647,3 +647,68 @@ def test_stages_are_those_of_the_specification():
     assert packed.startswith("cu_seqlens is given; it must be None where stages are probed")
     assert segments.startswith("segment_ids is given; it must be None where stages are probed")
     assert resets.startswith("g holds resets (below -104)")
+
+
+COMPILED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, portable_gdn as pg
+from torch._dynamo.backends.debugging import aot_eager
+torch.manual_seed(0)
+graphs = []
+def backend(module, example):
+    graphs.append(module)
+    return aot_eager(module, example)
+
+def operands(T=20, N=1):
+    x = {"q": torch.randn(1, T, 1, 16), "k": torch.randn(1, T, 1, 16), "v": torch.randn(1, T, 2, 16)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    return x | {"g": -torch.rand(1, T, 2), "beta": torch.rand(1, T, 2), "initial_state": torch.randn(N, 2, 16, 16)}
+
+def call(x, bounds=None, **more):
+    return pg.gated_delta_rule(**x, cu_seqlens=bounds, output_final_state=True, backend="fla-interpret", **more)
+
+def compiled(function, dynamic=None):
+    torch._dynamo.reset()
+    graphs.clear()
+    return torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+
+def both(function, x, *a, **more):
+    leaves = {name: v.clone().requires_grad_() for name, v in x.items()}
+    o, state = function(leaves, *a, **more)
+    return (o, state, *torch.autograd.grad(o.float().square().sum() + state.sum(), list(leaves.values())))
+
+def same(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        assert b.abs().sum() > 0 and torch.allclose(a, b, atol=1e-6), (a, b)
+
+x = operands()
+half = {name: a.bfloat16() if name in "qkv" else a for name, a in x.items()}
+function = compiled(call)
+same(both(function, x, deterministic=True), both(call, x, deterministic=True))
+same(both(function, half, qk_l2norm=True), both(call, half, qk_l2norm=True))
+
+# boundaries of as many sequences compile once, of other numbers once more, and not at all where sizes are dynamic
+function = compiled(call)
+for bounds, times in (([0, 9, 9, 20], 1), ([0, 1, 15, 20], 1), ([0, 1, 2, 10, 20], 2), ([0, 10, 20], 2)):
+    x = operands(N=len(bounds) - 1)
+    bounds = torch.tensor(bounds)
+    same(both(function, x, bounds), both(call, x, bounds))
+    assert len(graphs) == times, (bounds, len(graphs))
+function = compiled(call, dynamic=True)
+for T in (20, 13, 31):
+    same(function(operands(T))[:0], ())
+    assert len(graphs) == 1
+
+one = {name: a if name == "initial_state" else a[:, 0] for name, a in operands().items()}
+one["state"] = one.pop("initial_state")
+step = lambda x: pg.gated_delta_rule_step(**x, backend="fla-interpret")
+same(compiled(step)(one), step(one))
+"""
+
+
+@FLA
+@pytest.mark.slow
+def test_torch_compile_takes_it_as_one_operation():
+    done = python(COMPILED)
+    assert done.returncode == 0, done.stderr

@@ -104,10 +104,13 @@ class Signature:
     def __post_init__(self) -> None:
         key = tuple(getattr(self, f.name) for f in fields(self))
         object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        found = self.__dict__.get("_hash")
+        if found is None:  # not before it is asked for: under torch.compile it would fix every dimension
+            found = hash(self._key)  # type: ignore[attr-defined]
+            object.__setattr__(self, "_hash", found)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Signature) and self._key == other._key)  # type: ignore[attr-defined]

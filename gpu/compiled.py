@@ -1,0 +1,113 @@
+"""The bare rule as one operation of torch.compile, forward and backward: what it launches cannot be traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import interpreter
+from .families import Rule
+from .operations import Operands
+from .rule import apply
+
+__all__ = ["one_operation"]
+
+
+def one_operation(
+    rule: Rule, x: Operands, S: Tensor, bounds: Any, starts: Tensor | None, recurs: bool
+) -> tuple[Tensor, Tensor]:
+    """``rule.apply``, while torch.compile traces."""
+    return _rule(*x, S, bounds, starts, rule.family, rule.scale, rule.chunk, list(rule[3:]), recurs)
+
+
+def _now(
+    x: list[Tensor | None], S: Tensor, bounds: Tensor | None, starts: Tensor | None, constants: Any, recurs: bool
+) -> tuple[Tensor, Tensor]:
+    if S.device.type == "cpu":
+        interpreter.start()
+    family, scale, chunk, flags = constants
+    return apply(Rule(family, scale, chunk, *flags), Operands(*x), S, bounds, starts, recurs)
+
+
+@torch.library.custom_op("portable_gdn::fla", mutates_args=())
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    w: Tensor | None,
+    S: Tensor,
+    bounds: Tensor | None,
+    starts: Tensor | None,
+    family: str,
+    scale: float,
+    chunk: int,
+    flags: list[bool],
+    recurs: bool,
+) -> tuple[Tensor, Tensor]:
+    o, state = _now([q, k, v, g, b, w], S, bounds, starts, (family, scale, chunk, flags), recurs)
+    return o.to(v.dtype).contiguous(), state.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("portable_gdn::fla_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    w: Tensor | None,
+    S: Tensor,
+    bounds: Tensor | None,
+    starts: Tensor | None,
+    family: str,
+    scale: float,
+    chunk: int,
+    flags: list[bool],
+    dO: Tensor,
+    dS: Tensor,
+) -> list[Tensor]:
+    """Computes the forward pass again: what FLA saves from it does not leave its operation."""
+    # Inside an operation torch records nothing of its own, whatever enable_grad says.
+    records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), records:
+        leaves = [None if a is None else a.detach().requires_grad_() for a in (q, k, v, g, b, w, S)]
+        o, state = _now(leaves[:6], leaves[6], bounds, starts, (family, scale, chunk, flags), False)
+        there = [a for a in leaves if a is not None]
+        o = o.to(v.dtype)
+    found = torch.autograd.grad([o, state], there, [dO, dS], allow_unused=True)
+    return [
+        torch.zeros_like(a, memory_format=torch.contiguous_format) if d is None else d.contiguous()
+        for a, d in zip(there, found, strict=True)
+    ]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_rule.register_fake
+def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+    return _empty(v), _empty(S)
+
+
+@_backward.register_fake
+def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+    return [_empty(a) for a in (q, k, v, g, b, w, S) if a is not None]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.constants = inputs[9:13]
+
+
+def _gradient(ctx: Any, dO: Any, dS: Any) -> Any:
+    tensors = ctx.saved_tensors
+    found = iter(_backward(*tensors, *ctx.constants, dO.contiguous(), dS.contiguous()))
+    return (*[None if a is None else next(found) for a in tensors[:7]], *[None] * 7)
+
+
+_rule.register_autograd(_gradient, setup_context=_setup_context)
