@@ -116,8 +116,11 @@ class Output:
         assert self.made is not None
         return self.made.sizes
 
-    def fill(self, slab: tuple[int, int], source: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The elements of one slab, as a new contiguous array; ``source`` gives tensors by name."""
+    def fill(
+        self, slab: tuple[int, int], source: Callable[[str], np.ndarray], buffer: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The elements of one slab, contiguous, in ``buffer`` if it is large enough; ``source`` gives tensors by
+        name."""
         dtype = dtype_of(self.spec.dtype)
         if self.copied is not None:
             return source(self.copied)
@@ -128,7 +131,10 @@ class Output:
         low, high = slab
         if high >= 0 and lead is not None:
             sizes[lead] = high - low
-        out = np.empty(lay.shape(sizes), dtype)
+        shape = lay.shape(sizes)
+        size = prod(shape) * dtype.itemsize
+        room = buffer is not None and buffer.nbytes >= size
+        out = buffer[:size].view(dtype).reshape(shape) if room else np.empty(shape, dtype)  # type: ignore[index]
         for part in self.parts:
             bound = part.place.bound
             index = dict(part.index)

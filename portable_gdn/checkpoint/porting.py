@@ -18,7 +18,7 @@ from .orbax import leaf, metadata
 from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
 from .provenance import open_port
 from .reader import Checkpoint
-from .run import Progress, Session, session, slabs
+from .run import Progress, Session, checksum, session, slabs
 from .targets.family import target_config
 
 __all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]
@@ -91,9 +91,7 @@ def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _
             for name, content in metadata(plan.outputs, root, empty).items():
                 current.text(name, content)
         names = [] if root is not None else [shard.name for shard in files]
-        text, kept = provenance.write(
-            plan, current.hashes, current.source_hashes, names, [shard.name for shard in side]
-        )
+        text, kept = provenance.write(plan, current.checksums, current.hashes, names, [shard.name for shard in side])
         current.text(provenance.FILE, text)
         for name, data in kept.items():
             current.text(f"{provenance.SOURCE}/{name}", data)
@@ -176,13 +174,13 @@ def back(
         return Outcome(out, names, len(outputs), total, changed=lost)
     before: dict[str, Any] = facts["tensors"]
     expected: dict[str, str] = facts["source"]["tensors"]
-    with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress) as current:
+    with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress, exact=True) as current:
         current.write(files, whole)
         changed = []
         for output in outputs:
             if current.hashes[output.name] == expected.get(output.name):
                 continue
-            untouched = all(current.source_hashes.get(n) == before.get(n) for n in output.sources)
+            untouched = all(checksum(whole.chunks(n)) == before.get(n) for n in output.sources)
             if untouched and not output.cast:
                 raise GdnError(
                     f"{output.name} did not come back as it was though nothing was changed; this must not happen."

@@ -39,7 +39,7 @@ def small_files(folder: Path) -> list[Path]:
 
 
 def write(
-    plan: Plan, hashes: dict[str, str], source_hashes: dict[str, str], files: list[str], side: list[str]
+    plan: Plan, checksums: dict[str, str], hashes: dict[str, str], files: list[str], side: list[str]
 ) -> tuple[str, dict[str, bytes]]:
     """The JSON, and the files under ``source/`` by name."""
     source = plan.read
@@ -69,13 +69,13 @@ def write(
         "casts": {name: list(pair) for name, pair in plan.casts.items()},
         "dequantised": plan.dequantised,
         "tensors": {
-            output.name: hashes[output.name] for output in (*plan.outputs, *plan.side) if output.name in hashes
+            output.name: checksums[output.name] for output in (*plan.outputs, *plan.side) if output.name in checksums
         },
         "source": {
             "path": str(source.checkpoint.path.absolute()),
             "index": source.checkpoint.index,
             "files": {name: path.stat().st_size for name, path in source.checkpoint.files.items()},
-            "tensors": source_hashes,
+            "tensors": hashes,
         },
     }
     kept = {name + ".header": header.raw for name, header in source.checkpoint.headers.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ __all__ = ["INDEX_SUFFIX", "Checkpoint", "read_json"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SMALL = 64 * 2**20  # bytes of a JSON file; an index of 76 thousand tensors has 8 MB
-_PIECE = 8 * 2**20
+_PIECE = 2**20
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -147,17 +146,18 @@ class Checkpoint:
             if hasattr(mapped, "madvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """A tensor's bytes, a few MiB at a time, not through mapped memory."""
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """A tensor's bytes in order, not through mapped memory. A piece is valid until the one after the next is
+        read."""
         file, tensor = self.where[name]
-        handle = os.open(self.files[file], os.O_RDONLY)
-        try:
-            at = tensor.begin
-            while at < tensor.end:
-                data = os.pread(handle, min(_PIECE, tensor.end - at), at)
-                if not data:
+        buffers = [memoryview(bytearray(min(_PIECE, tensor.nbytes))) for _ in range(2)]
+        with self.files[file].open("rb", buffering=0) as handle:
+            handle.seek(tensor.begin)
+            left = tensor.nbytes
+            while left:
+                buffers.reverse()
+                got = handle.readinto(buffers[0][: min(_PIECE, left)])
+                if not got:
                     raise GdnError(f"{self.files[file]} became shorter while it was read; it must not change.")
-                at += len(data)
-                yield data
-        finally:
-            os.close(handle)
+                left -= got
+                yield buffers[0][:got]

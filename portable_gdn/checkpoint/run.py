@@ -1,9 +1,9 @@
 """Write the files of a plan: streamed, hashed, verified, and only then in place.
 
 Everything is written into "<out>.partial" beside the folder that was asked for. A finished file has been read back and
-every tensor's hash compared; a journal says so, and a port that was interrupted continues behind it. When all files are
-there the folder is renamed. Memory holds two slabs of at most ``SLAB`` bytes (or one tensor, where a tensor cannot be
-cut).
+every tensor's checksum compared; a journal says so, and a port that was interrupted continues behind it. When all files
+are there the folder is renamed. Memory holds two slabs of at most ``SLAB`` bytes (or one tensor, where a tensor cannot
+be cut).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,33 +27,56 @@ from ..spec.errors import GdnError, bad
 from .plan import Output, Shard
 from .reader import Checkpoint
 
-__all__ = ["SLAB", "Progress", "Session", "digest", "session", "slabs"]
+__all__ = ["SLAB", "Progress", "Session", "checksum", "digest", "session", "slabs"]
 
 SLAB = 64 * 2**20
-_PIECE = 8 * 2**20
+_PIECE = 2**20  # stays in the processor's cache between being read and being hashed
 _SPARE = 64 * 2**20  # bytes of the disk to leave free
 _JOURNAL = "journal.jsonl"
 Progress = Callable[[str, int, int], None]
 
 
-def digest(pieces: Iterator[bytes]) -> str:
-    """SHA-256 of bytes that come in pieces."""
-    found = hashlib.sha256()
+class _Crc:
+    """CRC-32 with the interface of hashlib."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def digest(pieces: Iterator[Any], kind: Callable[[], Any] = hashlib.sha256) -> str:
+    """SHA-256, or another hash, of bytes that come in pieces."""
+    found = kind()
     for piece in pieces:
         found.update(piece)
     return found.hexdigest()
 
 
+def checksum(pieces: Iterator[Any]) -> str:
+    """CRC-32 of bytes that come in pieces: what is written is compared with what is read back by it."""
+    return digest(pieces, _Crc)
+
+
 @dataclass
 class Session:
-    """A folder being written. hashes: SHA-256 of every tensor written; source_hashes: of every source tensor read."""
+    """A folder being written.
+
+    exact: whether what is written is hashed by SHA-256 (the way back), or what is read (a port). checksums: CRC-32 of
+    every tensor written. hashes: SHA-256 of tensors of the original, as they were written or read.
+    """
 
     out: Path
     partial: Path
     total: int
     progress: Progress
+    exact: bool = False
+    checksums: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
-    source_hashes: dict[str, str] = field(default_factory=dict)
     done: int = 0
     finished: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
@@ -65,11 +89,8 @@ class Session:
         Raises:
             GdnError: what was read back is not what was written, or the disk is full.
         """
-        with (
-            ThreadPoolExecutor(1) as sink,
-            ThreadPoolExecutor(1) as hasher,
-            ThreadPoolExecutor(1) as verifier,
-        ):
+        buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # one is filled while the other is written
+        with ThreadPoolExecutor(1) as sink, ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as verifier:
             sources: dict[str, Future[str]] = {}
             checks: list[Future[None]] = []
             try:
@@ -77,7 +98,7 @@ class Session:
                     if self._finished(shard):
                         self._tell(shard.name, shard.nbytes)
                         continue
-                    names = self._shard(shard, source, array or source.array, sink, hasher, sources)
+                    names = self._shard(shard, source, array or source.array, buffers, sink, hasher, sources)
                     checks.append(verifier.submit(self._verify, shard, names, sources))
                     while len(checks) > 2:
                         checks.pop(0).result()
@@ -91,10 +112,10 @@ class Session:
         """Whether an earlier attempt finished this file, and it is still as it was."""
         note = self.finished.get(shard.name)
         path = self.partial / shard.name
-        if note is None or not path.is_file() or _found(path, shard) != note["tensors"]:
+        if note is None or not path.is_file() or _found(path, shard) != note["checksums"]:
             return False
-        self.hashes.update(note["tensors"])
-        self.source_hashes.update(note["sources"])
+        self.checksums.update(note["checksums"])
+        self.hashes.update(note["hashes"])
         self.resumed += 1
         return True
 
@@ -107,31 +128,38 @@ class Session:
         shard: Shard,
         source: Checkpoint,
         array: Callable[[str], np.ndarray],
+        buffers: list[np.ndarray],
         sink: ThreadPoolExecutor,
         hasher: ThreadPoolExecutor,
         sources: dict[str, Future[str]],
     ) -> list[str]:
-        """Write one file under a temporary name; the names of source tensors that it was made of."""
+        """Write one file under a temporary name; the names of the original's tensors that are to be hashed."""
         part = self.partial / (shard.name + ".part")
         part.parent.mkdir(parents=True, exist_ok=True)
-        used: list[str] = []
-        with part.open("wb") as file:
+        used = [output.name for output in shard.outputs] if self.exact else []
+        with part.open("wb", buffering=0) as file:
             if hasattr(os, "posix_fallocate") and shard.nbytes:
                 os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk shows now
-            file.write(shard.header)
+            _write(file, shard.header)
             self._tell(shard.name, len(shard.header))
             pending: Future[None] | None = None
             touched = 0
             for output in shard.outputs:
-                for name in output.sources:
-                    used.append(name)
-                    if name not in sources and name not in self.source_hashes and output.verbatim != name:
-                        sources[name] = hasher.submit(_digest_of, source, name)
-                state = hashlib.sha256()
-                for data in slabs(output, source, array):
+                same = output.verbatim
+                if not self.exact:
+                    used += output.sources
+                    for name in output.sources:
+                        if name not in sources and name not in self.hashes and name != same:
+                            sources[name] = hasher.submit(_hash_of, source, name)
+                states = [_Crc()] + [hashlib.sha256()] * (self.exact or same is not None)
+                for data in slabs(output, source, array, buffers):
                     if pending is not None:
                         pending.result()
-                    pending = sink.submit(_put, file, state, data)
+                        pending = None
+                    if len(data) > _PIECE:
+                        pending = sink.submit(_put, file, states, data)
+                    else:
+                        _put(file, states, data)  # handing it over would take longer
                     self._tell(output.name, len(data))
                     touched += len(data)
                     if touched > 2 * SLAB:
@@ -140,36 +168,37 @@ class Session:
                 if pending is not None:
                     pending.result()
                     pending = None
-                self.hashes[output.name] = state.hexdigest()
-                if output.verbatim is not None:
-                    self.source_hashes[output.verbatim] = self.hashes[output.name]
-            file.write(shard.trailer)
+                self.checksums[output.name] = states[0].hexdigest()
+                if len(states) == 2:
+                    self.hashes[output.name if self.exact else str(same)] = states[1].hexdigest()
+            _write(file, shard.trailer)
             self._tell(shard.name, len(shard.trailer))
-            file.flush()
-            os.fsync(file.fileno())
         source.release()
         return used
 
     def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
-        """Read a file back, compare every tensor's hash, give it its name and note it in the journal."""
+        """Read a file back, compare every tensor's checksum, give it its name and note it in the journal.
+
+        What a journal says is compared with the files before it is believed, so it need not reach the disk in order.
+        """
         part = self.partial / (shard.name + ".part")
-        wanted = {output.name: self.hashes[output.name] for output in shard.outputs}
+        if shard.nbytes > SLAB:
+            _sync(part)
+        wanted = {output.name: self.checksums[output.name] for output in shard.outputs}
         for name, found in _found(part, shard).items():
             if found != wanted.get(name):
                 raise GdnError(f"{name} in {part} is not what was written; the disk or its driver is at fault.")
         for name in names:
             if name in sources:
-                self.source_hashes[name] = sources[name].result()
+                self.hashes[name] = sources[name].result()
         os.replace(part, self.partial / shard.name)
         note = {
             "file": shard.name,
-            "tensors": {o.name: self.hashes[o.name] for o in shard.outputs},
-            "sources": {name: self.source_hashes[name] for name in dict.fromkeys(names) if name in self.source_hashes},
+            "checksums": wanted,
+            "hashes": {name: self.hashes[name] for name in dict.fromkeys(names)},
         }
         with (self.partial / _JOURNAL).open("a") as journal:
             journal.write(json.dumps(note) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
 
     def text(self, name: str, content: str | bytes) -> None:
         """Write a small file."""
@@ -179,48 +208,80 @@ class Session:
 
 
 def slabs(
-    output: Output, source: Checkpoint, array: Callable[[str], np.ndarray] | None = None
-) -> Iterator[bytes | memoryview]:
-    """A tensor's bytes to write, in pieces of bounded size."""
+    output: Output,
+    source: Checkpoint,
+    array: Callable[[str], np.ndarray] | None = None,
+    buffers: list[np.ndarray] | None = None,
+) -> Iterator[Any]:
+    """A tensor's bytes to write, in pieces of bounded size. A piece is valid until the one after the next is asked
+    for."""
     same = output.verbatim
     if same is not None:
         yield from source.chunks(same)
         return
     for slab in output.slabs(SLAB):
-        data: Any = output.fill(slab, array or source.array).reshape(-1).view(np.uint8)
-        yield memoryview(data)
+        free = None
+        if buffers is not None:
+            buffers.reverse()
+            free = buffers[0] = _grown(buffers[0], min(output.nbytes, 2 * SLAB))
+        yield memoryview(output.fill(slab, array or source.array, free).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def _digest_of(source: Checkpoint, name: str) -> str:
+def _grown(buffer: np.ndarray, size: int) -> np.ndarray:
+    return buffer if buffer.nbytes >= size else np.empty(size, np.uint8)
+
+
+def _hash_of(source: Checkpoint, name: str) -> str:
     return digest(source.chunks(name))
 
 
 def _found(path: Path, shard: Shard) -> dict[str, str]:
-    """SHA-256 of each tensor in a file as it is on the disk; what is wrong with the rest stands under its own name."""
+    """Checksum of each tensor in a file as it is read; what is wrong with the rest stands under its own name."""
     if path.stat().st_size != shard.nbytes:
         return {"size": ""}
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         found = {} if file.read(len(shard.header)) == shard.header else {"header": ""}
-        found.update({output.name: digest(_pieces(file, output.nbytes)) for output in shard.outputs})
+        found.update({output.name: checksum(_pieces(file, output.nbytes)) for output in shard.outputs})
         return found if file.read() == shard.trailer else {**found, "trailer": ""}
 
 
-def _put(file: Any, state: Any, data: Any) -> None:
-    state.update(data)
-    file.write(data)
+def _put(file: Any, states: Sequence[Any], data: Any) -> None:
+    view = memoryview(data)
+    for at in range(0, len(view), _PIECE):
+        piece = view[at : at + _PIECE]
+        for state in states:
+            state.update(piece)
+        _write(file, piece)
 
 
-def _pieces(file: Any, count: int) -> Iterator[bytes]:
+def _write(file: Any, data: Any) -> None:
+    """All of it: a system call may write less, when a disk is about to be full."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _pieces(file: Any, count: int) -> Iterator[memoryview]:
+    """Bytes of a file through one small buffer."""
+    buffer = memoryview(bytearray(min(_PIECE, count)))
     while count:
-        data = file.read(min(_PIECE, count))
-        if not data:
+        got = file.readinto(buffer[: min(_PIECE, count)])
+        if not got:
             return
-        count -= len(data)
-        yield data
+        count -= got
+        yield buffer[:got]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
-def session(out: Path, fingerprint: str, total: int, progress: Progress) -> Iterator[Session]:
+def session(out: Path, fingerprint: str, total: int, progress: Progress, exact: bool = False) -> Iterator[Session]:
     """A folder to write, begun or continued; renamed to ``out`` when the block ends well.
 
     Raises:
@@ -231,7 +292,7 @@ def session(out: Path, fingerprint: str, total: int, progress: Progress) -> Iter
     if not out.absolute().parent.is_dir():
         raise bad(str(out), "in a folder that does not exist", "be in one that does")
     partial = out.with_name(out.name + ".partial")
-    current = Session(out, partial, total, progress)
+    current = Session(out, partial, total, progress, exact)
     _continue(current, fingerprint)
     places = [partial / name for name in current.finished]
     written = sum(path.stat().st_size for path in places if path.is_file())
@@ -259,11 +320,7 @@ def _settle(current: Session) -> None:
     (current.partial / _JOURNAL).unlink()
     (current.partial / "fingerprint").unlink()
     for path in (*current.partial.rglob("*"), current.partial):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(path)
     os.rename(current.partial, current.out)
 
 
