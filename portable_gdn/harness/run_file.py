@@ -58,9 +58,11 @@ def _named(inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def inputs_digest(inputs: Inputs) -> str:
-    """Hash of a case's operands, cotangents and options."""
-    options = json.dumps(inputs.options._asdict(), sort_keys=True)
-    return hashlib.sha256((digest(_named(inputs)) + options).encode()).hexdigest()
+    """Hash of a case's operands, cotangents and those options that are not the default (so that more can be added)."""
+    plain = Options()._asdict()
+    options = {name: value for name, value in inputs.options._asdict().items() if value != plain[name]}
+    text = digest(_named(inputs)) + json.dumps(options, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class RunWriter:
