@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import checkpoint, facts, read_file, save, tensors
+from checkpoints import checkpoint, facts, read_file, save, tensors, write_file
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, port, provenance, run
@@ -238,3 +238,68 @@ def test_read_file_is_what_orbax_ports_hold(tmp_path):
     other = provenance.open_port(tmp_path / "b", provenance.load(tmp_path / "b"))
     assert all(np.array_equal(one[name], other.array(name)) for name in one)
     assert set(one) == set(other.where)
+
+
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+
+def adapter(folder: Path, name: str, modules: dict[str, list[int]], rank: int = 4) -> dict[str, np.ndarray]:
+    """A PEFT adapter on modules of a family's model; the factors by module."""
+    rng = np.random.default_rng(0)
+    x = {}
+    for module, (out, inside) in modules.items():
+        x[f"base_model.model.{module}.lora_A.weight"] = rng.standard_normal((rank, inside)).astype(np.float32)
+        x[f"base_model.model.{module}.lora_B.weight"] = rng.standard_normal((out, rank)).astype(np.float32)
+    save(folder, x, None)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 8}))
+    return x
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "kimi_linear", "fla_gated_deltanet", "lara_mini"])
+def test_adapters_port_by_the_tables_of_their_projections(tmp_path, name):
+    """The change that the ported factors make is the ported change that the factors make; and back, byte for byte."""
+    found = facts(name)
+    modules = {
+        key.removesuffix(".weight"): shape
+        for key, shape in found["tensors"].items()
+        if key.endswith(("proj.weight", "qkvz.weight", "ba.weight", "qkv.weight", "_z.weight"))
+        if len(shape) == 2 and ".experts." not in key
+    }
+    x = adapter(tmp_path / "src", name, modules)
+    (tmp_path / "config.json").write_text(json.dumps(found["config"]))
+    port(tmp_path / "src", tmp_path / "out", "nnx", base=tmp_path / "config.json")
+    changes = tensors(found["tensors"])
+    for module in modules:
+        a, b = (x[f"base_model.model.{module}.lora_{n}.weight"] for n in "AB")
+        changes[module + ".weight"] = b @ a
+    port(save(tmp_path / "full", changes, found["config"]), tmp_path / "whole", "nnx")
+    factors = read_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    whole = read_file(tmp_path / "whole" / "model-00001-of-00001.safetensors")
+    seen = [key.removesuffix(".lora.lora_a") for key in factors if key.endswith("lora_a")]
+    assert len(seen) >= len(modules)
+    for module in seen:
+        product = factors[module + ".lora.lora_a"] @ factors[module + ".lora.lora_b"]
+        want = whole[module + ".kernel"]
+        assert np.allclose(product, np.asarray(want, np.float32), atol=1e-5), module
+    back(tmp_path / "out", tmp_path / "back")
+    for path in (tmp_path / "src").iterdir():
+        assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes()
+
+
+def test_adapters_that_were_trained_apart_cannot_be_joined(tmp_path):
+    modules = {"model.layers.0.linear_attn.in_proj_qkvz": [192, 64]}
+    adapter(tmp_path / "src", "qwen3_next", modules)
+    (tmp_path / "config.json").write_text(json.dumps(facts("qwen3_next")["config"]))
+    port(tmp_path / "src", tmp_path / "out", "jax", base=tmp_path / "config.json")
+    path = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    x = {name: np.array(a) for name, a in read_file(path).items()}
+    x["layers.0.mixer.k_proj.lora.lora_a"] += 1
+    write_file(path, x)
+    with pytest.raises(GdnError, match="which differ"):
+        back(tmp_path / "out", tmp_path / "never")
+    with pytest.raises(GdnError, match="--base is not given"):
+        port(tmp_path / "src", tmp_path / "never", "jax")
+    port(tmp_path / "src", tmp_path / "fla", "fla", base=tmp_path / "config.json")
+    assert set(read_file(tmp_path / "fla" / "model-00001-of-00001.safetensors")) == {
+        f"base_model.model.model.layers.0.attn.{n}_proj.lora_{f}.weight" for n in "qkvg" for f in "AB"
+    }

@@ -9,6 +9,7 @@ format differs from another in how it lays pieces out in tensors, and a layout s
     "Hk (q Dk | k Dk | v R Dv | z R Dv), E"            four pieces, interleaved: for each key head its rows of each
     "A_log: 1, 1, Hk R, 1"                             axes of length 1
     "@e, (expert_gate M | expert_up M), E"             stacked: an axis along which the expert's number runs
+    "q#A & k#A: rank, E"                               one tensor that is several pieces at once
 
 Dims are named by words: those that begin with a capital have one size in the whole checkpoint, others their own in each
 tensor; "@" begins the name of an index. Since a layout only splits, joins, permutes and stacks, it is undone by reading
@@ -47,6 +48,11 @@ class Layout:
     def pieces(self) -> tuple[str, ...]:
         """Names of the pieces, in order."""
         return tuple(name for name, _ in self.segments)
+
+    @property
+    def shared(self) -> bool:
+        """Whether one tensor is several pieces at once."""
+        return self.joined is None and len(self.segments) > 1
 
     @property
     def indices(self) -> tuple[str, ...]:
@@ -157,4 +163,4 @@ def layout(text: str) -> Layout:
         axes.append(tuple(part.split()))
     if bool(colon) == (joined is not None):
         raise ValueError(f"layout {text!r} must name one piece before a colon, or several in parentheses")
-    return Layout(text, tuple(axes), joined, segments or ((piece.strip(), ()),))
+    return Layout(text, tuple(axes), joined, segments or tuple((name.strip(), ()) for name in piece.split("&")))

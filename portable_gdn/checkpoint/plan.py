@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from .dtypes import FLOATS, dtype_of, itemsize
 from .families import ALL, Family, Mixer, family_named
 from .families.family import KEEP_FLOAT32, MIXER_PIECES
 from .header import Header
+from .lora import PREFIX, is_adapter, with_factors
 from .reader import Checkpoint
 from .table import MEANING, SCALE, Bound, Dialect, Key, Made, Place, Spec, bind, describe, lay_out
 from .targets.family import FAMILY_TARGETS, family_target
@@ -181,6 +182,11 @@ class Read:
             return None
 
     @property
+    def adapter(self) -> bool:
+        """Whether it is an adapter, not a model."""
+        return any(key.piece.endswith("#A") for key in self.places)
+
+    @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
         return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
@@ -269,15 +275,24 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     return best, ()
 
 
-def read(checkpoint: Checkpoint, family: str | None = None) -> Read:
-    """Read a checkpoint by its family's table.
+def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
+    """Read a checkpoint by its family's table; ``base`` is the configuration of the model that an adapter is for.
 
     Raises:
         GdnError: a tensor is unknown, contradicts the table, is there twice, or a scale is missing.
     """
-    found, notes = find_family(checkpoint, family)
     names = list(checkpoint.where)
-    dialect = Dialect(found.name, found.table, _prefix(found, names))
+    adapter = is_adapter(names)
+    if adapter != (base is not None):
+        raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
+    if base is not None:
+        checkpoint.config = dict(base)
+        family = family or str(base.get("model_type"))
+    found, notes = find_family(checkpoint, family)
+    prefix = _prefix(found, [name.removeprefix(PREFIX) for name in names])
+    dialect = Dialect(found.name, found.table, PREFIX + prefix if adapter else prefix)
+    if adapter:
+        dialect = with_factors(dialect)
     rules = [(rule, re.compile(rule.pattern)) for rule in found.rules]
     carried: dict[str, tuple[list[str], bool]] = {}
     inventory: dict[str, Spec] = {}
@@ -306,7 +321,8 @@ def read(checkpoint: Checkpoint, family: str | None = None) -> Read:
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
             raise bad(f"config.json's {MEANING.get(dim, dim)}", size, "be a positive whole number")
-    places, unknown, sizes = bind(dialect, inventory, known, block[0] if block else None)
+    linear = linear_layers(checkpoint.config) if adapter else ()
+    places, unknown, sizes = bind(dialect, inventory, known, block[0] if block else None, linear)
     if unknown:
         some = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
         raise GdnError(
@@ -331,6 +347,24 @@ def read(checkpoint: Checkpoint, family: str | None = None) -> Read:
         block[0] if block else None,
         notes,
     )
+
+
+def linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers with linear attention by the configuration: for adapters, which do not hold what would tell."""
+    config = _text(config)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
+    kda = (config.get("linear_attn_config") or {}).get("kda_layers")
+    if isinstance(kda, list):
+        return tuple(n - 1 for n in kda)  # counted from 1
+    count, full = (
+        config.get("num_hidden_layers"),
+        config.get("full_attention_interval") or config.get("layer_group_size"),
+    )
+    if isinstance(config.get("attn"), dict):
+        return tuple(n for n in range(count or 0) if n not in config["attn"].get("layers", ()))
+    return tuple(n for n in range(count or 0) if not full or (n + 1) % full)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -369,6 +403,7 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
         if place.bound.fault:
             raise GdnError(place.bound.fault)
     made, homeless = lay_out(dialect, places, wanted)
+    _check_shared(made.values(), places, source.checkpoint)
     plan = Plan(to, source, [], [], [], dequantised=dequantised, settings=settings)
     for tensor in made.values():
         plan.outputs.append(_output(tensor, places, dtype, plan.casts))
@@ -411,6 +446,8 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
 
 def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
     """The target's dialect, which pieces it wants (None: all), and settings that the way back must know."""
+    if source.adapter:
+        return _adapter_target(source, to)
     if how is not None and to != "maxtext":
         raise bad("--layout", repr(how), "be given with --to maxtext only")
     if to in TREES:
@@ -430,8 +467,19 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
     return Dialect(family.name, family.table), every, {"family": family.name}
 
 
+def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
+    """As ``_target``, for adapters: in our tree, or on another family's layers."""
+    if to in TREES:
+        return with_factors(jax_dialect(source.family)), None, {"lora": True}
+    if to not in FAMILY_TARGETS:
+        raise bad("--to", repr(to), f"be one of {', '.join((*TREES, *FAMILY_TARGETS))} for an adapter")
+    family = family_target(to, source.family, source.mixer)
+    dialect = with_factors(Dialect(family.name, family.table, PREFIX + "model."))
+    return dialect, _of_mixer, {"lora": True, "family": family.name}
+
+
 def _of_mixer(key: Key) -> bool:
-    return key.piece.removesuffix(SCALE) in MIXER_PIECES
+    return key.piece.partition("#")[0] in MIXER_PIECES
 
 
 def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts: dict[str, tuple[str, str]]) -> Output:
@@ -450,6 +498,23 @@ def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts:
     if name != was or have:
         casts[tensor.name] = ("/".join(sorted({was, *have})), name)
     return Output(tensor.name, Spec(name, tensor.shape), tensor, parts, cast=name != was or bool(have))
+
+
+def _check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoint: Checkpoint) -> None:
+    """Pieces that become one tensor must be the same.
+
+    Raises:
+        GdnError: they are not.
+    """
+    for tensor in tensors:
+        if tensor.entry.layout.shared:
+            names = list(dict.fromkeys(places[key].bound.name for key in tensor.parts))
+            first = checkpoint.array(names[0])
+            for name in names[1:]:
+                if not np.array_equal(first, checkpoint.array(name)):
+                    raise GdnError(
+                        f"{tensor.name} stands for {names[0]} and {name}, which differ; they must be the same."
+                    )
 
 
 def _zeros(dialect: Dialect, made: Mapping[str, Made], places: Mapping[Key, Place]) -> list[Output]:
@@ -546,8 +611,11 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
     carried = {name for names in record.carried.values() for name in names}
     scales = set(record.dequantised.values())
     dialect = Dialect(family.name, family.table, record.prefix)
+    if record.settings.get("lora"):
+        dialect = with_factors(dialect)
+    layers = record.linear_layers
     wanted, unknown, _ = bind(
-        dialect, {n: s for n, s in originals.items() if n not in carried}, record.sizes, record.block
+        dialect, {n: s for n, s in originals.items() if n not in carried}, record.sizes, record.block, layers
     )
     if unknown:
         raise GdnError(
@@ -556,7 +624,9 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
     inventory = {
         n: s for n, s in port.inventory.items() if n not in carried and (n, record.target) != (STEP, "maxtext")
     }
-    have, extra, _ = bind(port_dialect(record.target, family, record.settings), inventory, record.sizes, record.block)
+    have, extra, _ = bind(
+        port_dialect(record.target, family, record.settings), inventory, record.sizes, record.block, layers
+    )
     if extra:
         raise GdnError(f"{extra[0]} is in the port and was not in its source; the way back has no place for it.")
     bounds: dict[str, dict[Key, tuple[int, dict[str, int]]]] = {}
@@ -587,6 +657,7 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
             continue
         bound = kinds[name]
         made = Made(name, bound.entry, dict(bound.index), bound.scale, dict(bound.sizes), bounds[name])
+        _check_shared([made], have, port)
         parts = tuple(Part(have[key], segment, index) for key, (segment, index) in made.parts.items())
         dtypes = {part.place.bound.spec.dtype for part in parts}
         if any(not widens(spec.dtype, dtype) for dtype in dtypes):
@@ -610,6 +681,10 @@ def widens(small: str, large: str) -> bool:
 
 def port_dialect(target: str, family: Family, settings: Mapping[str, Any]) -> Dialect:
     """The dialect that a target is written in."""
+    if settings.get("lora"):
+        other = family_named(str(settings.get("family")))
+        own = jax_dialect(family) if other is None else Dialect(other.name, other.table, PREFIX + "model.")
+        return with_factors(own)
     if target in TREES:
         return jax_dialect(family)
     if target == "maxtext":
@@ -633,3 +708,4 @@ class Record:
     carried: dict[str, tuple[str, ...]]
     dequantised: dict[str, str]
     settings: dict[str, Any]
+    linear_layers: tuple[int, ...] = ()

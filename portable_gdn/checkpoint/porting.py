@@ -17,7 +17,7 @@ from .families import family_named
 from .orbax import leaf, metadata
 from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
 from .provenance import open_port
-from .reader import Checkpoint
+from .reader import Checkpoint, read_json
 from .run import Progress, Session, checksum, session, slabs
 from .targets.family import target_config
 
@@ -45,14 +45,21 @@ def _quiet(what: str, done: int, of: int) -> None:
 
 
 def plan_of(
-    source: Path, to: str, *, family: str | None = None, dtype: str | None = None, layout: str | None = None
+    source: Path,
+    to: str,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+    layout: str | None = None,
+    base: Path | None = None,
 ) -> Plan:
     """What a port would write, from headers alone.
 
     Raises:
         GdnError: the source cannot be read or the target cannot hold it.
     """
-    return plan_port(read(Checkpoint(source), family), to, dtype, layout)
+    config = None if base is None else read_json(base / "config.json" if base.is_dir() else base)
+    return plan_port(read(Checkpoint(source), family, config), to, dtype, layout)
 
 
 def port(
@@ -63,6 +70,7 @@ def port(
     family: str | None = None,
     dtype: str | None = None,
     layout: str | None = None,
+    base: Path | None = None,
     shard_size: int = SHARD,
     progress: Progress = _quiet,
 ) -> Outcome:
@@ -71,7 +79,7 @@ def port(
     Raises:
         GdnError: the source cannot be read, the target cannot hold it, ``out`` exists, or the disk is full.
     """
-    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout)
+    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base)
     return write(plan, out, shard_size, progress)
 
 
@@ -98,7 +106,7 @@ def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _
         for path in provenance.small_files(source.folder):
             own = path.name == "config.json" and "family" in plan.settings
             current.text(f"{provenance.SOURCE}/{path.name}" if own else path.name, path.read_bytes())
-        if "family" in plan.settings:
+        if "family" in plan.settings and not plan.read.adapter:
             current.text("config.json", json.dumps(_config(plan), indent=2))
     names = [shard.name for shard in (*files, *side)]
     count = len(plan.outputs) + len(plan.side)

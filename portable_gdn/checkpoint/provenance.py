@@ -13,7 +13,7 @@ from typing import Any
 from ..spec.errors import GdnError, bad
 from .header import parse_header, parse_name
 from .orbax import Leaves
-from .plan import ROOTS, Plan, Record
+from .plan import ROOTS, Plan, Record, linear_layers
 from .reader import INDEX_SUFFIX, Checkpoint, read_json
 from .table import Spec
 
@@ -57,7 +57,7 @@ def write(
         "prefix": source.dialect.prefix,
         "sizes": source.sizes,
         "block": source.block,
-        "linear_layers": source.linear_layers,
+        "linear_layers": list(linear_layers(source.checkpoint.config)) if source.adapter else source.linear_layers,
         "mixer": None if mixer is None else mixer.as_dict(),
         "zero_centred_norms": list(family.zero_centred),
         "notes": list(source.notes),
@@ -147,6 +147,7 @@ def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
             carried={rule: tuple(names) for rule, names in (*facts["carried"].items(), *facts["aside"].items())},
             dequantised=dict(facts["dequantised"]),
             settings=dict(facts["settings"]),
+            linear_layers=tuple(facts["linear_layers"]),
         ), facts
     except OSError as error:
         raise GdnError(f"{error.filename} cannot be read: {error.strerror}; the port must be whole.") from error

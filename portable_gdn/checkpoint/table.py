@@ -9,7 +9,7 @@ dialect and the second by another, so nothing about a conversion is written anyw
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -183,7 +183,11 @@ class Place(NamedTuple):
 
 
 def bind(
-    dialect: Dialect, inventory: Mapping[str, Spec], known: Mapping[str, int], block: int | None = None
+    dialect: Dialect,
+    inventory: Mapping[str, Spec],
+    known: Mapping[str, int],
+    block: int | None = None,
+    linear_layers: Iterable[int] = (),
 ) -> tuple[dict[Key, Place], list[str], dict[str, int]]:
     """Find every piece in a checkpoint.
 
@@ -192,6 +196,7 @@ def bind(
         inventory: what is there, by name.
         known: sizes of dims, from the configuration.
         block: rows and columns that share a scale, where weights are quantised in blocks.
+        linear_layers: layers with linear attention beside those whose A_log is here.
 
     Returns:
         The place of each piece; names that no row describes; the sizes of all dims of the checkpoint.
@@ -204,6 +209,7 @@ def bind(
     scales: list[str] = []
     unknown: list[str] = []
     linear = {dialect.rows(name)[1][:1] for name in inventory if name.endswith(_DECAYS)}
+    linear |= {(layer,) for layer in linear_layers}
     for name in inventory:
         found, numbers = dialect.rows(name)
         kind = "linear" if numbers[:1] in linear else "full"

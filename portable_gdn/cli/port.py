@@ -25,6 +25,10 @@ __all__ = ["inspect", "port"]
 _Family = Annotated[
     str | None, typer.Option("--family", help="Read the tensors as this family's; told by them otherwise.")
 ]
+_Base = Annotated[
+    Path | None,
+    typer.Option(help="For an adapter (LoRA): the model it is for, a folder with config.json, or that file."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 _To = Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")]
 
@@ -33,6 +37,7 @@ def inspect(
     source: Annotated[Path, typer.Argument(help="A folder with safetensors files, one such file, or a port.")],
     to: _To = "jax",
     family: _Family = None,
+    base: _Base = None,
     as_json: _Json = False,
 ) -> None:
     """Show what is in a checkpoint and what each tensor becomes, from its headers alone."""
@@ -43,7 +48,7 @@ def inspect(
         else:
             _print_port(facts)
         return
-    facts = describe_plan(porting.plan_of(source, to, family=family))
+    facts = describe_plan(porting.plan_of(source, to, family=family, base=base))
     if as_json:
         print_json(facts)
     else:
@@ -60,6 +65,7 @@ def port(
     dtype: Annotated[
         str | None, typer.Option(help="Cast weights to bfloat16, float32 or float16, and apply scales of 8-bit ones.")
     ] = None,
+    base: _Base = None,
     layout: Annotated[
         str | None, typer.Option(help=f"Of MaxText's layers: {', '.join(LAYOUTS)}; its releases differ.")
     ] = None,
@@ -97,7 +103,7 @@ def port(
         layout = layout_of(like)
     target = out if out is not None else Path("out")
     if dry_run and not back:
-        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout))
+        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout, base=base))
         print_json(facts) if as_json else _print_plan(facts)
         return
     with _bar("back" if back else "port") as update:
@@ -111,6 +117,7 @@ def port(
                 family=family,
                 dtype=dtype,
                 layout=layout,
+                base=base,
                 shard_size=int(shard_size * 1e9),
                 progress=update,
             )
