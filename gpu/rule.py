@@ -9,6 +9,7 @@ pieces of a sequence run in turn, exact and as slow as there are pieces, and no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -60,12 +61,14 @@ def apply(
     if recurs:
         with launching(settings):
             return recurrent(rule, x, S)
-    sequences = place(*x.q.shape[:2], *(None if a is None else on_host(a) for a in (bounds, starts)))
     plain = bounds is None and starts is None
 
+    def placed() -> Placed:
+        return place(*x.q.shape[:2], *(None if a is None else on_host(a) for a in (bounds, starts)))
+
     def compute(S: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = Operands(*given)
-        return _rule(rule, normalised(x) if rule.raw else x, S, sequences, plain)
+        operands = Operands(*given)
+        return _rule(rule, normalised(operands) if rule.raw else operands, S, placed, plain)
 
     o, state = compute(S, *x) if settings == Settings() else _Launched.apply(settings, compute, S, *x)
     return _Once.apply(o, state) if o.requires_grad else (o, state)
@@ -124,7 +127,7 @@ def _check_falls(g: Tensor, size: int, bounds: np.ndarray | None) -> None:
         )
 
 
-def _rule(rule: Rule, x: Operands, S: Tensor, sequences: Placed, plain: bool) -> tuple[Tensor, Tensor]:
+def _rule(rule: Rule, x: Operands, S: Tensor, placed: Callable[[], Placed], plain: bool) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states [N, HV, K, V]; ``plain`` if sequences are whole rows."""
     reset = x.g < RESET if rule.resets else None
     if reset is not None and x.q.dtype != torch.float32:
@@ -132,11 +135,12 @@ def _rule(rule: Rule, x: Operands, S: Tensor, sequences: Placed, plain: bool) ->
     if reset is None or not bool(reset.any()):
         if plain:
             return _kernel(rule, x, S, None)
+        sequences = placed()
         o, after = _launch(rule, x.map(_rows), _states(S, sequences), whole(sequences))
         return o.unflatten(0, x.q.shape[:2]), after[_index(sequences.last, S)]
     flat = x._replace(g=torch.where(reset, 0.0, x.g)).map(_rows)
     compute = _heads_apart if rule.by_head else _in_turn
-    o, state = compute(rule, flat, S, sequences, _rows(reset))
+    o, state = compute(rule, flat, S, placed(), _rows(reset))
     return o.unflatten(0, x.q.shape[:2]), state
 
 
