@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.problem import Signature
-from ..spec.variants import VARIANTS
-from .plan import CHUNK, LANES, TABLE_LIMIT, plan
+from .plan import CHUNK, LANES, TABLE_LIMIT, Widths, plan, widths
 from .tiling import Entry, best
 
 __all__ = ["UNITS", "Core", "Inside", "Pipeline", "Span", "describe", "pipeline", "spans", "tiled", "why_not"]
@@ -67,7 +66,7 @@ class Pipeline(NamedTuple):
     value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
     precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
     256 x 256; starts: whether packed sequences begin from states that are given; every: whether the states before each
-    chunk are returned; inside: what is done before the rule.
+    chunk are returned; inside: what is done before the rule; widths of gates.
     """
 
     B: int
@@ -88,6 +87,12 @@ class Pipeline(NamedTuple):
     starts: bool
     every: bool
     inside: Inside
+    widths: Widths
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether decays are given channel by channel, and not once a head."""
+        return self.widths.decay > 1
 
     @property
     def packed(self) -> bool:
@@ -100,9 +105,14 @@ class Pipeline(NamedTuple):
         return 2 if self.precision == "default" else 1
 
     @property
-    def keeps_keys(self) -> bool:
-        """Whether q and k are kept from one phase to another, since they are not what lies in HBM."""
+    def changes_keys(self) -> bool:
+        """Whether q and k are not what lies in HBM."""
         return self.inside.norm or self.inside.width > 0
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether what is written is kept from one phase to another, since it is not v as it lies in HBM."""
+        return self.inside.width > 0 or self.widths.write > 1
 
     @property
     def heads(self) -> int:
@@ -176,9 +186,14 @@ class Pipeline(NamedTuple):
         blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
         blocks += state * self.U if self.every else 0
         slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
-        slot += 2 * kept * self.P * CHUNK * K if self.keeps_keys else 0
+        slot += 4 * self.heads * CHUNK * V if self.keeps_values else 0
+        if self.by_channel:
+            blocks += tokens * 4 * self.heads * sum(n > 1 for n in self.widths.given)
+            slot += 2 * kept * self.heads * square
+        elif self.changes_keys:
+            slot += 2 * kept * self.P * CHUNK * K
         if self.inside.width:
-            slot += 4 * self.heads * CHUNK * V + 4 * (2 * key_tiles + value_tiles) * square
+            slot += 4 * (2 * key_tiles + value_tiles) * square
         scratch = self.heads * K * V * 4 * (self.U if self.packed else 1)
         if self.packed:
             scratch += self.U * value_tiles * square * self.v_bytes
@@ -211,10 +226,23 @@ class Core(NamedTuple):
     chip: str = "v6e"
 
 
+#: Widths of erase and write gates, and whether they are one, beside decays by channel.
+_BY_CHANNEL = ((1, 1, True), (CHUNK, CHUNK, False), (0, 0, False))
+#: Value heads a grid step, at most, where decays are by channel.
+CHANNEL_HEADS = 8
+
+
 def why_not(s: Signature) -> str | None:
     """Why the pipelined kernel is not for a call, whatever the chip, or None."""
-    if s.variant not in (VARIANTS["GDN"], VARIANTS["DeltaNet"]) or not s.has("beta"):
+    w = widths(s)
+    if w.decay == 1 and not s.has("beta"):
         return "the pipelined kernel has one decay and one beta a head"
+    if w.decay > 1 and (w.decay, s.K, s.V) != (CHUNK, CHUNK, CHUNK):
+        return "the pipelined kernel takes decays of more than one a head by channel, of heads of 128 x 128"
+    if w.decay > 1 and (w.erase, w.write, w.shared) not in _BY_CHANNEL:
+        return "the pipelined kernel takes beta, erase and write gates by channel, or neither beside decays by channel"
+    if w.decay > 1 and s.precision == "highest":
+        return "the pipelined kernel does not take precision 'highest' with decays by channel"
     if s.chunk_size not in (None, CHUNK):
         return f"chunk_size is {s.chunk_size}, and the pipelined kernel's chunks have {CHUNK} tokens"
     if s.T < SHORTEST_ROW:
@@ -238,7 +266,7 @@ def pipeline(s: Signature, core: Core, every: bool = False) -> Pipeline | None:
     """
     if why_not(s) is not None:
         return None
-    most = tiled(s, core).heads
+    most = CHANNEL_HEADS if widths(s).decay > 1 else tiled(s, core).heads
     for P in _divisors(s):
         if most >= P * (s.HV // s.H) and _whole(s, P):
             p = _pipeline(s, core, P, every)
@@ -255,6 +283,8 @@ def describe(s: Signature, core: Core) -> str:
         why = why or f"not even one key head's step fits into {core.vmem >> 20} MiB of VMEM"
         return f"plain kernel, {q.heads} value heads and a chunk of {q.C} tokens a grid step ({why})"
     found = tiled(s, core)
+    if p.by_channel:
+        return f"pipelined kernel, {p.heads} value heads and {p.U} chunks of {CHUNK} tokens a grid step, by channel"
     most = (
         f"up to {found.heads} are best where it was compiled: {found}" if found.cycles else "as many as were asked for"
     )
@@ -298,4 +328,5 @@ def _pipeline(s: Signature, core: Core, P: int, every: bool) -> Pipeline:
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
         every=every,
         inside=_inside(s),
+        widths=widths(s),
     )

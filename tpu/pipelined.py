@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from .kernels.inside import HISTORY, tap_rows
-from .kernels.pipeline import Channels, forward
+from .kernels.pipeline import Channels, GateOperands, forward
 from .pipeline_plan import Core, Pipeline
 
 __all__ = ["by_pipeline", "core"]
@@ -23,18 +23,19 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
 
     Everything is in the kernel, and outside are reshapes; with a mask, the specification's prologue comes first.
     """
-    conv_state = taps = past = gate = None
+    conv_state = taps = past = None
     channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
     flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
     if s.has("mask"):
         ready = prepare(jnp, s, x)
         given = {"q": ready.q, "k": ready.k, "v": ready.v.astype(x["v"].dtype)}
-        g, b, S = ready.g[..., 0], ready.b[..., 0], ready.S
+        g, b, w, S = ready.g, ready.b, ready.w, ready.S
     else:
         given = {name: x[name] for name in "qkv" if name in x}
-        g = jnp.zeros((s.B, s.T, s.HV), jnp.float32) if "g" not in x else jnp.reshape(x["g"], (s.B, s.T, s.HV))
-        b, S = x["beta"], swap_state(jnp, s, x["initial_state"]) if s.has("initial_state") else None
-    if not p.keeps_keys:
+        g = x["g"] if "g" in x else jnp.zeros((s.B, s.T, s.HV), jnp.float32)
+        b, w = x.get("beta", x.get("erase")), x.get("write")
+        S = swap_state(jnp, s, x["initial_state"]) if s.has("initial_state") else None
+    if not p.changes_keys:
         keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
         given |= {name: given[name].astype(keys) for name in "qk"}
     whole = Channels(x["qkv"], 0) if "qkv" in x else None
@@ -54,18 +55,36 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
             conv_state = _with_past(s, conv_state, before, x["cu_seqlens"])
         before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
         taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
-    if p.inside.gate:
-        zero = jnp.zeros(s.HV)
-        gate = tuple(jnp.reshape(x.get(name, zero), (s.HV,)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
+    gates = _gate_operands(s, p, g, b, w, x)
     if S is None and (p.starts or not p.packed):
         S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
-    g, b = g.astype(jnp.float32), b.astype(jnp.float32)
     o, state, every = forward(
-        p, q, k, v, g, b, S, x.get("cu_seqlens"), taps=taps, past=past, gate=gate, dtype=s.dtype, interpret=interpret
+        p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )
     if every is not None:
         every = jnp.reshape(every, (-1, *every.shape[2:]))
     return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), every
+
+
+def _gate_operands(
+    s: Signature, p: Pipeline, g: Array, b: Array | None, w: Array | None, x: dict[str, Array]
+) -> GateOperands:
+    """As the pipeline takes them: one decay a head, or repeated to one a channel."""
+    HV = s.HV
+    row = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
+    A_log, dt_bias = (x.get(name, jnp.zeros(HV)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
+    if not p.by_channel:
+        parameters = jnp.stack([A_log, jnp.ravel(dt_bias)]) if p.inside.gate else None
+        return GateOperands(row(g).astype(jnp.float32), row(b).astype(jnp.float32), None, parameters)
+
+    def channels(a: Array) -> Array:
+        """[.., HV n] as [.., HV K]."""
+        return jnp.repeat(a, HV * s.K // a.shape[-1], axis=-1)
+
+    parameters = jnp.stack([channels(jnp.exp(A_log)), channels(jnp.ravel(dt_bias))]) if p.inside.gate else None
+    if b is not None:
+        b = row(b).astype(jnp.float32) if p.widths.erase == 1 else row(b)
+    return GateOperands(channels(row(g)), b, row(w) if p.widths.write > 1 else None, parameters)
 
 
 def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..spec.problem import Signature
 from ..spec.variants import Granularity
 
-__all__ = ["CHUNK", "LANES", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "backward_plan", "plan"]
+__all__ = ["CHUNK", "LANES", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "Widths", "backward_plan", "plan", "widths"]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128

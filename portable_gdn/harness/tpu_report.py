@@ -65,8 +65,8 @@ def call(
     pallas: Any = dispatch.get("pallas")
     if fused and not getattr(pallas, "inside", ()):
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
-    if fused and (op != "forward" or variant != "gdn"):
-        raise GdnError("--fused is for --op forward and --variant gdn: no other kernel has the prologue inside yet.")
+    if fused and (op != "forward" or VARIANTS[variant][0] is None):
+        raise GdnError("--fused is for --op forward and variants with a decay: no other call has it all inside.")
     given = operand_shapes(op, variant, shape)
     x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
     if op == "step":
@@ -74,7 +74,7 @@ def call(
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
 
     if fused:
-        return _mixer(shape, precision)
+        return _mixer(shape, precision, {name: x[name] for name in ("g", "beta", "erase", "write") if name in x})
     if shape.sequences:
         x["cu_seqlens"] = jax.ShapeDtypeStruct((shape.sequences + 1,), jnp.int32)
         states = (shape.sequences, shape.value_heads, shape.key_dim, shape.value_dim)
@@ -95,7 +95,7 @@ def call(
     return forward, (x,)
 
 
-def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _mixer(shape: Shape, precision: str | None, gates: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A whole mixer: convolution of width 4 and silu, l2norm, softplus gate, from one array of channels."""
     import jax
     import jax.numpy as jnp
@@ -108,11 +108,10 @@ def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tup
     channels = 2 * H * K + HV * V
     array = lambda *dims, of="float32": jax.ShapeDtypeStruct(dims, getattr(jnp, of))  # noqa: E731
 
-    def forward(qkv: Any, g: Any, beta: Any, weight: Any, A_log: Any, dt_bias: Any, *packed: Any) -> Any:
+    def forward(qkv: Any, gates: dict[str, Any], weight: Any, A_log: Any, dt_bias: Any, *packed: Any) -> Any:
         return gated_delta_mixer(
             qkv,
-            g,
-            beta=beta,
+            **gates,
             conv=ShortConv(weight),
             num_heads=H,
             key_dim=K,
@@ -127,8 +126,7 @@ def _mixer(shape: Shape, precision: str | None) -> tuple[Callable[..., Any], tup
 
     packed = (array(N + 1, of="int32"), array(N, HV, K, V), array(N, 3, channels)) if N else ()
     return forward, (
-        array(B, T, channels, of=dtype), array(B, T, HV), array(B, T, HV), array(channels, 4), array(HV), array(HV),
-        *packed,
+        array(B, T, channels, of=dtype), gates, array(channels, 4), array(HV), array(*gates["g"].shape[2:]), *packed,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from ...spec.gates import L2_EPS, activate_gate
 from ..pipeline_plan import Inside
 
-__all__ = ["HISTORY", "convolved", "log_decay", "normalised", "tap_rows"]
+__all__ = ["HISTORY", "channel_decay", "convolved", "log_decay", "normalised", "tap_rows"]
 
 Array = Any
 
@@ -51,3 +51,18 @@ def log_decay(inside: Inside, raw: Array, parameters: Sequence[Array]) -> Array:
     """The gate's log decay of a raw projection [rows, tokens]; parameters A_log and dt_bias [rows, 1]."""
     A_log, dt_bias = parameters
     return activate_gate(jnp, raw, A_log, dt_bias, inside.lower_bound)
+
+
+def channel_decay(inside: Inside, raw: Array, rate: Array, bias: Array) -> Array:
+    """The same by channel: raw [rows, channels]; rate, which is exp(A_log), and dt_bias [1, channels].
+
+    Without derivatives, so that one evaluation will do: a product with a rate that has overflowed is a reset as it is,
+    and 0 where the activation is.
+    """
+    x = raw + bias
+    if inside.lower_bound is None:
+        soft = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+        return jnp.where(soft == 0, 0.0, -rate * soft)
+    z = jnp.where(x == 0, 0.0, rate * x)
+    small = jnp.exp(-jnp.abs(z))
+    return inside.lower_bound * jnp.where(z >= 0, 1.0, small) / (1.0 + small)

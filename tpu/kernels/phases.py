@@ -33,7 +33,7 @@ from .halves import (
     within,
 )
 
-__all__ = ["Chunk", "Gates", "Slot", "slot_shapes"]
+__all__ = ["Chunk", "Gates", "Part", "Slot", "placed", "read", "slot_shapes", "write"]
 
 Array = Any
 
@@ -132,7 +132,7 @@ def slot_shapes(p: Pipeline) -> list[Any]:
     return [
         pltpu.VMEM((C, p.heads), F32) if _spread_by_xlu(p) else pltpu.VMEM((C, PIECES * p.heads), BF16),
         wide(C), wide(p.key_lanes), pltpu.VMEM((p.heads, 16, C), F32), wide(16), wide(32), wide(64), wide(C),
-        *[pltpu.VMEM((p.P, C, p.key_lanes), kept(p))] * (2 if p.keeps_keys else 0),
+        *[pltpu.VMEM((p.P, C, p.key_lanes), kept(p))] * (2 if p.changes_keys else 0),
         *[pltpu.VMEM((p.heads, C, p.value_lanes), F32)] * (1 if p.inside.width else 0),
     ]  # fmt: skip
 
@@ -156,12 +156,12 @@ def _widened(a: Array, lanes: int) -> Array:
     return jnp.concatenate([a] * (lanes // C), 1) if lanes > C else a
 
 
-def _write(ref: Any, head: int, parts: Parts, rows: slice = slice(None)) -> None:
+def write(ref: Any, head: int, parts: Parts, rows: slice = slice(None)) -> None:
     for n, part in enumerate(parts):
         ref[head, n, rows] = part
 
 
-def _read(ref: Any, head: int, rows: slice = slice(None)) -> Parts:
+def read(ref: Any, head: int, rows: slice = slice(None)) -> Parts:
     return tuple(ref[head, n, rows] for n in range(ref.shape[1]))
 
 
@@ -271,11 +271,11 @@ class Chunk:
             if i % p.R == 0:
                 both.append(self._keys(i // p.R))
             v.append(self._operand("v", p.values[i]) if p.inside.width else None)
-            if not p.keeps_keys:
+            if not p.changes_keys:
                 self._score(i, both, kts, qk)
             yield
         for i in heads:
-            if p.keeps_keys:  # a round later, since they took a while to come about
+            if p.changes_keys:  # a round later, since they took a while to come about
                 self._score(i, both, kts, qk)
             G.append(spread(gates.sum, p.heads, i))
             run.append(spread(gates.run, p.heads, i))
@@ -289,10 +289,10 @@ class Chunk:
             lanes = p.keys[h].lanes
             seen = distance <= run[i]
             D = jnp.exp2(jnp.where(seen, G[i] - gates.G[i : i + 1], -jnp.inf)) * gates.b[i : i + 1]
-            _write(slot.Aqk, i, halves(p, qk[h][:C] * D))
-            _write(slot.kt, i, halves(p, kts[h].astype(F32) * gates.into[i : i + 1]), slice(0, lanes))
+            write(slot.Aqk, i, halves(p, qk[h][:C] * D))
+            write(slot.kt, i, halves(p, kts[h].astype(F32) * gates.into[i : i + 1]), slice(0, lanes))
             self._write_blocks(slot, i, qk[h][C:] * D)
-            if p.keeps_keys and i % p.R == 0:
+            if p.changes_keys and i % p.R == 0:
                 slot.q[h, :, :lanes], slot.k[h, :, :lanes] = both[h][:C], both[h][C:]
             if p.inside.width:
                 slot.v[i, :, : p.values[i].lanes] = v[i]
@@ -313,9 +313,9 @@ class Chunk:
         for j in range(1, 4):
             low16 = jnp.where(block_of(lane16, 32) == j, A[32 * j + 16 : 32 * j + 32], low16)
         slot.packed[i] = jnp.where(iota((16, C), 0) > within(lane16, 16), packed, 0.0)
-        _write(slot.low16, i, halves(p, jnp.where(within(lane16, 32) < 16, low16, 0.0)))
-        _write(slot.low32, i, halves(p, jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1))))
-        _write(slot.low64, i, halves(p, A[64:]))
+        write(slot.low16, i, halves(p, jnp.where(within(lane16, 32) < 16, low16, 0.0)))
+        write(slot.low32, i, halves(p, jnp.where(lane32 < 32, A[32:64], pltpu.roll(A[96:], C - 32, 1))))
+        write(slot.low64, i, halves(p, A[64:]))
 
     def solve_16(self) -> Iterator[None]:
         """Forward substitution: column j of every block is final after j steps."""
@@ -339,7 +339,7 @@ class Chunk:
         for i in heads:
             X.append(halves(p, slot.packed[i]))
             diagonal = lambda a: self._block_diagonal(a, 16)  # noqa: E731
-            low.append(product(p, _read(slot.low16, i), each(diagonal, X[i])))
+            low.append(product(p, read(slot.low16, i), each(diagonal, X[i])))
             yield
         second = block_of(self.row, 32) == block_of(self.col, 32)
         second &= (within(self.row, 32) >= 16) & (within(self.col, 32) < 16)
@@ -354,11 +354,11 @@ class Chunk:
         )
         for i in heads:
             X[i] = each(join, X[i], halves(p, low[i]))
-            low[i] = product(p, each(lambda a: a[:, :64], _read(slot.low32, i)), each(firsts, X[i]))
+            low[i] = product(p, each(lambda a: a[:, :64], read(slot.low32, i)), each(firsts, X[i]))
             yield
         for i in heads:
-            _write(slot.M, i, X[i], slice(0, 32))
-            _write(slot.M, i, halves(p, low[i]), slice(32, 64))
+            write(slot.M, i, X[i], slice(0, 32))
+            write(slot.M, i, halves(p, low[i]), slice(32, 64))
             yield
 
     def solve_128(self) -> Iterator[None]:
@@ -370,14 +370,14 @@ class Chunk:
         second &= within(self.col, 64) < 32
         place = lambda a: jnp.where(second, jnp.concatenate([a] * 4, 0), zero)  # noqa: E731
         for i in heads:
-            X.append(_read(slot.M, i, slice(0, 32)))
-            low.append(product(p, X[i], each(place, _read(slot.M, i, slice(32, 64)))))
+            X.append(read(slot.M, i, slice(0, 32)))
+            low.append(product(p, X[i], each(place, read(slot.M, i, slice(32, 64)))))
             yield
         odd = within(lane32, 64) >= 32
         join = lambda a, b: jnp.concatenate([jnp.where(odd, zero, a), jnp.where(odd, a, -b)], 0)  # noqa: E731
         for i in heads:
             X[i] = each(join, X[i], halves(p, low[i]))
-            low[i] = product(p, each(lambda a: a[:, :64], _read(slot.low64, i)), X[i])
+            low[i] = product(p, each(lambda a: a[:, :64], read(slot.low64, i)), X[i])
             yield
         left = lane64 < 64
         below = lambda a: jnp.concatenate([jnp.zeros((64, C), kept(p)), jnp.where(left, a, zero)], 0)  # noqa: E731
@@ -385,9 +385,9 @@ class Chunk:
             low[i] = product(p, X[i], each(below, halves(p, low[i])))
             yield
         for i in heads:
-            _write(slot.M, i, each(lambda a: jnp.where(left, a, zero), X[i]), slice(0, 64))
+            write(slot.M, i, each(lambda a: jnp.where(left, a, zero), X[i]), slice(0, 64))
             whole = each(lambda a, b: jnp.where(left, -b, a), X[i], halves(p, low[i]))
-            _write(slot.M, i, whole, slice(64, C))
+            write(slot.M, i, whole, slice(64, C))
             yield
 
     def _state(self, i: int) -> Array:
@@ -412,7 +412,7 @@ class Chunk:
                 key = p.keys[h]
                 keys = (
                     (slot.q[h, :, : key.lanes], slot.k[h, :, : key.lanes])
-                    if p.keeps_keys
+                    if p.changes_keys
                     else [self._head(name, key).astype(kept(p)) for name in ("q_late", "k_late")]
                 )
                 wide = dot(jnp.concatenate(keys, 0), jnp.concatenate([a.astype(kept(p)) for a in S[h * p.R :]], 1))
@@ -425,11 +425,11 @@ class Chunk:
             value = p.values[i]
             v = slot.v[i, :, : value.lanes] if p.inside.width else self._head("v_late", value).astype(F32)
             rest = self._rows(self.advanced, v - from_state[i][C:] * _widened(before[i], value.lanes))
-            u.append(product(p, _read(slot.M, i), halves(p, rest)))
+            u.append(product(p, read(slot.M, i), halves(p, rest)))
             yield
         for i in heads:
-            kt = _read(slot.kt, i, slice(0, p.keys[i // p.R].lanes))
-            both = each(lambda a, b: jnp.concatenate([a, b], 0), _read(slot.Aqk, i), kt)
+            kt = read(slot.kt, i, slice(0, p.keys[i // p.R].lanes))
+            both = each(lambda a, b: jnp.concatenate([a, b], 0), read(slot.Aqk, i), kt)
             u[i] = product(p, both, halves(p, u[i]))
             yield
         out: dict[int, Array] = {}

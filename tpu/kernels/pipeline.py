@@ -1,4 +1,4 @@
-"""The forward kernel for long sequences of heads that are a tile wide: chunks in a software pipeline.
+"""The forward kernel for long sequences: chunks in a software pipeline.
 
 A chunk's work is one long chain of dependent products, and the matrix unit takes products in program order: a head by
 itself leaves it idle most of the time. So a grid step works on several heads, and of each on several chunks that are at
@@ -21,6 +21,9 @@ ever scale columns of matrices, which a row of lanes does for nothing, and u tak
 What must scale rows (exp G, and G itself in differences) is spread across the lanes by the matrix unit, from three
 bfloat16 pieces that add up to the float32 value, bit for bit: the lane broadcast of the XLU takes four times as long.
 
+With decays by channel ``scores`` and ``advance`` are those of ``channel_phases``, and without an erase gate there is
+nothing to solve.
+
 A reset inside a chunk: row i sees columns j with i - j <= run_i, the number of tokens since the last reset, and 2^G
 is 0 behind a reset for whatever comes from before the chunk.
 """
@@ -39,11 +42,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .. import table as tb
 from ..pipeline_plan import Pipeline
-from . import inside
+from . import channel_phases, inside
 from .halves import F32, C
 from .phases import Chunk, Gates, Part, Slot, placed, slot_shapes
 
-__all__ = ["Channels", "forward"]
+__all__ = ["Channels", "GateOperands", "forward"]
 
 Array = Any
 
@@ -71,11 +74,12 @@ def _kernel(p: Pipeline, names: tuple[str, ...], *refs: Any) -> None:
     """``names``: of what ``refs`` are, in order; the slots follow."""
     x, scratch = SimpleNamespace(**dict(zip(names, refs, strict=False))), refs[len(names) :]
     size = len(scratch) // p.U
-    slots = [Slot(*scratch[n * size : (n + 1) * size]) for n in range(p.U)]
+    of = channel_phases.Slot if p.by_channel else Slot
+    slots: list[Any] = [of(*scratch[n * size : (n + 1) * size]) for n in range(p.U)]
     part, entry = pl.program_id(0), pl.program_id(1)
     units = range(p.U)
     several = lambda name: [getattr(x, f"{name}{u}") for u in units]  # noqa: E731
-    held = [name for name in ("q", "k", "v", "g", "b", "q_late", "k_late", "v_late") if _has(p, name)]
+    held = [name for name in ("q", "k", "v", "g", "b", "w", "q_late", "k_late", "v_late") if _has(p, name)]
     if p.packed:
         now, late = (_read_table(p, x.table, part, at) for at in (_now(p, entry), _late(entry)))
         scored, advanced = _parts(p, now), _parts(p, late)
@@ -108,9 +112,11 @@ def _kernel(p: Pipeline, names: tuple[str, ...], *refs: Any) -> None:
             _fill_windows(p, x, step == 0)
     gates: list[Gates] = []
     for u in units:
-        chunk = Chunk(p, x, slots, gates, u, scored, advanced)
+        chunk = (channel_phases.Chunk if p.by_channel else Chunk)(p, x, slots, gates, u, scored, advanced)
         # The order decides what the units get first; of those that were compiled, this one costs least.
         phases = [chunk.advance(), chunk.solve_128(), chunk.scores(), chunk.solve_64(), chunk.solve_16()]
+        if not p.widths.erase:
+            phases = [chunk.advance(), chunk.scores()]
         while phases:
             phases = [phase for phase in phases if next(phase, phase) is not phase]
 
@@ -176,11 +182,11 @@ def _leave(p: Pipeline, x: SimpleNamespace, entry: _Entry, wait: bool) -> None:
 
 def _has(p: Pipeline, name: str) -> bool:
     """Whether the kernel has such an operand: q, k, v are read once more where ``advance`` takes them as they are."""
-    if name == "v":
-        return p.inside.width > 0
-    if name == "v_late":
-        return p.inside.width == 0
-    return not p.keeps_keys if name in ("q_late", "k_late") else True
+    if name in ("b", "w"):
+        return p.widths.erase > 0 if name == "b" else p.widths.write > 1
+    if name in ("v", "v_late"):
+        return p.keeps_values is (name == "v")
+    return not (p.by_channel or p.changes_keys) if name in ("q_late", "k_late") else True
 
 
 def _fill_windows(p: Pipeline, x: SimpleNamespace, first: Array) -> None:
@@ -242,19 +248,29 @@ class Channels(NamedTuple):
     first: int
 
 
+class GateOperands(NamedTuple):
+    """g: log decay, or the gate's raw projection; b: beta, or erase gates; w: write gates. One a head [B, T, HV]
+    float32, or by channel [B, T, HV 128] in any float, None where the widths say so. parameters of the gate, where it
+    is inside: A_log and dt_bias of heads [2, HV], or exp(A_log) and dt_bias of channels [2, HV 128], float32.
+    """
+
+    g: Array
+    b: Array | None
+    w: Array | None
+    parameters: Array | None
+
+
 def forward(
     p: Pipeline,
     q: Channels,
     k: Channels,
     v: Channels,
-    g: Array,
-    b: Array,
+    gates: GateOperands,
     S: Array | None,
     cu_seqlens: Array | None = None,
     *,
     taps: tuple[Channels, Channels, Channels] | None = None,
     past: tuple[Channels, Channels, Channels] | None = None,
-    gate: tuple[Array, Array] | None = None,
     dtype: Any,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:
@@ -264,12 +280,11 @@ def forward(
         p: the plan.
         q, k, v: [B, T, channels]; bfloat16 q and k, unless there is a norm or a convolution before them, or products
             round nothing.
-        g, b: log decay, or the gate's raw projection, and beta, [B, T, HV] float32.
+        gates: see there.
         S: states that the sequences start from, [B or N, HV, K, V] float32; of packed ones None for zeros.
         cu_seqlens: [N + 1], where sequences are packed.
         taps: of q, k and v, [``inside.tap_rows``, channels] float32.
         past: the 8 inputs before the first of each sequence, of q, k and v, [B or N, 8, channels] float32.
-        gate: A_log and dt_bias [HV] float32.
         dtype: of o.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
@@ -322,12 +337,18 @@ def forward(
             channels(f"{name}_taps", taps[number], widths[name], rows, now, lambda r, h, c, n: (0, h), many=False)
             if p.starts or not p.packed:
                 channels(f"{name}_past", past[number], widths[name], inside.HISTORY, now, lambda r, h, c, n: (n, 0, h))
-    for name, x in (("g", g), ("b", b)):
-        rows = jnp.reshape(jnp.swapaxes(x, 1, 2), (p.B, p.groups, p.heads, p.T))
+    for name, a, width in (("g", gates.g, p.widths.decay), ("b", gates.b, p.widths.erase), ("w", gates.w, p.V)):
+        if not _has(p, name):
+            continue
+        if width > 1:
+            channels(name, Channels(a, 0), p.heads * width, tokens, now, sequence)
+            continue
+        rows = jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads, p.T))
         block(name, rows, (1, 1, p.heads, tokens), now, lambda r, h, c, n: (r, h, 0, c))
-    if p.inside.gate:
-        assert gate is not None
-        columns = jnp.reshape(jnp.stack(gate, 1), (p.groups, p.heads, 2))
+    if gates.parameters is not None and p.by_channel:
+        channels("gate", Channels(gates.parameters, 0), p.heads * p.K, 2, now, lambda r, h, c, n: (0, h), many=False)
+    elif gates.parameters is not None:
+        columns = jnp.reshape(gates.parameters.T, (p.groups, p.heads, 2))
         block("gate", columns, (1, p.heads, 2), now, lambda r, h, c, n: (h, 0, 0), many=False)
     if p.starts or not p.packed:
         block("S_first", S, (1, p.heads, p.K, p.V), _late, lambda r, h, c, n: (n, h, 0, 0))
@@ -350,6 +371,7 @@ def forward(
     if p.every:
         outputs["every"] = pl.BlockSpec((1, p.U, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, c, h, 0, 0)))
         shapes.append(jax.ShapeDtypeStruct((p.B, p.blocks + max(p.N - 1, 0), *state.shape[1:]), F32))
+    slots = channel_phases.slot_shapes(p) if p.by_channel else slot_shapes(p)
     o, final, *every = pl.pallas_call(
         partial(_kernel, p, (*prefetched, *operands, *outputs, *scratch)),
         name="gated_delta_rule_pipeline",
@@ -358,7 +380,7 @@ def forward(
             grid=(p.parts, p.entries + 1),
             in_specs=[spec for _, spec in operands.values()],
             out_specs=list(outputs.values()),
-            scratch_shapes=[*scratch.values(), *slot_shapes(p) * p.U],
+            scratch_shapes=[*scratch.values(), *slots * p.U],
         ),
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
