@@ -27,6 +27,7 @@ from .launching import without_other_libraries
 __all__ = ["VARIABLE", "chosen", "possible", "repair_imported", "start"]
 
 VARIABLE = "TRITON_INTERPRET"
+WORKS = "triton 3.7 to 3.9"
 OLDEST = (3, 7)  # older ones fail in the chunk kernels; 3.7.1, 3.8.0 and 3.9.0 were seen to work
 
 
@@ -71,7 +72,8 @@ def start() -> None:
         raise
     except Exception as error:
         raise GdnError(
-            f"triton {triton.__version__} cannot be made to interpret FLA's kernels: {type(error).__name__}: {error}."
+            f"triton {triton.__version__} cannot be made to interpret FLA's kernels: {type(error).__name__}: {error}; "
+            f"{WORKS} can."
         ) from error
 
 
@@ -209,5 +211,5 @@ def _test() -> None:
     if not torch.equal(out, expected):
         raise GdnError(
             f"triton {triton.__version__} cannot be made to interpret FLA's kernels: "
-            "a bfloat16 product in a loop, whose result is known, comes out wrong."
+            f"a bfloat16 product in a loop, whose result is known, comes out wrong; {WORKS} can."
         )

@@ -246,6 +246,7 @@ except pg.GdnError as error:
     for repair in ("_bfloat16 = lambda _: None", "_loops = lambda interpreter: interpreter.ASTTransformer()"):
         said = python(code.format(repair=repair)).stdout
         assert f"triton {version('triton')} cannot be made to interpret FLA's kernels: " in said
+        assert "triton 3.7 to 3.9 can." in said
 
 
 def test_pieces_between_resets():
