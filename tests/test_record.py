@@ -182,6 +182,44 @@ def test_ill_conditioned_cases_are_shown_and_not_judged(tmp_path, under_test):
     assert any(not t.judged for t in found.cases[0].tensors)
 
 
+# a process of the backend's own
+
+
+def test_a_backend_with_a_process_of_its_own_records_and_compares_the_same(tmp_path, monkeypatch):
+    """Arrays, stages, stored inputs and the environment pass between the two processes as they are."""
+    numpy = dispatch.get("numpy")
+    settings, cases = Settings(stages=True), cases_named(("one token", "five tokens"))
+    here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
+    record(here, numpy, "standard", cases, settings)
+    monkeypatch.setattr(type(numpy), "own_process", True, raising=False)
+    done = record(there, numpy, "standard", cases, settings, store_inputs=True)
+    assert done.done == 2
+    a, b = RunFile(here), RunFile(there)
+    for case in cases:
+        x, y = a.outcome(case), b.outcome(case)
+        assert {n: t.tobytes() for n, t in x.tensors.items()} == {n: t.tobytes() for n, t in y.tensors.items()}
+        for stage, parts in x.stages.items():
+            assert all(np.array_equal(p, q) for p, q in zip(parts, y.stages[stage], strict=True))
+    assert a.environment == b.environment
+    found = compare(b, numpy, Settings())  # the child reads the inputs from the file
+    assert found.equal, found.sentence()
+    assert found.cases[0].errors
+
+
+def test_a_process_that_ends_fails_its_cases(tmp_path, under_test):
+    class Apart(Sound):
+        own_process = True  # whose child does not know it, since it is registered here alone
+
+    under_test(Apart())
+    path = tmp_path / "x.safetensors"
+    found = run("record", "-b", "under test", "--suite", "quick", "--case", "one token", "-o", path, "--json")
+    assert found.exit_code == 1
+    assert "its process ended with exit code 1: " in json.loads(found.stdout)["failed"]["one token"]
+    found = run("compare", path, "-b", "numpy", "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["failed"]
+
+
 # the file
 
 
@@ -411,6 +449,14 @@ def test_the_environment_is_told():
     assert facts["torch.float32_matmul_precision"] == "highest"
     assert facts["revision"] is None or len(facts["revision"].rstrip("+")) == 40
     json.dumps(facts)
+
+
+def test_the_environment_of_jax_is_told():
+    pytest.importorskip("jax")
+    facts = environment.environment(dispatch.get("xla"))
+    assert facts["packages"]["jax"]
+    assert facts["jax_enable_x64"] is False
+    assert "cpu" in facts["device"].lower()
 
 
 @pytest.fixture(scope="module")

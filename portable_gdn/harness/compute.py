@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,7 +273,7 @@ def as_json(rounding: Rounding) -> dict[str, Any]:
 
 def one_thread() -> None:
     """Cases are small: torch's threads would only wait for each other."""
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, which not every backend needs
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(1)
