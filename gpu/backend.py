@@ -177,7 +177,7 @@ class FlaInterpret(Fla):
     quick_cases = (
         "one token", "no tokens", "a chunk and a token", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf",
         "packed with empties", "left padding", "step", "kimi_linear layer, continued", "qwen3_next layer",
-        "softplus gate, KDA",
+        "softplus gate, KDA", "GLA", "GLA, scalar gate", "one short of a chunk",
     )  # fmt: skip
 
     def unavailable(self) -> str | None:

@@ -46,7 +46,8 @@ def test_the_quick_cases_hold_in_a_process_of_their_own():
 def test_every_designed_case_holds_is_refused_or_is_known():
     from portable_gdn.harness.cases import designed, recorded
 
-    cases = [case for case in (*designed(), *recorded()) if case.name != "two rows, tile-grouped"]  # minutes
+    long = ("two rows, tile-grouped", "resets, tile-grouped")  # minutes: a program a token, and many tokens
+    cases = [case for case in (*designed(), *recorded()) if case.name not in long]
     report = verify(["fla-interpret"], full=True, cases=cases)
     assert report.ok, [row for row in report.rows if not row.ok]
     assert {row.case for row in report.rows if not row.judged} <= {"one key, beta 1.998, bfloat16"}

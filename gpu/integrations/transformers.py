@@ -82,8 +82,9 @@ def patch_transformers(
     """
     if isinstance(models, str):
         models = (models,)
-    if importlib.util.find_spec("transformers") is None:
-        raise GdnError("transformers is not installed; `pip install 'portable-gdn[checkpoints]'` brings it.")
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise GdnError(f"{package} is not installed; `pip install 'portable-gdn[checkpoints]'` brings it.")
     for model in models:
         if model not in _RULES:
             raise bad("models", f"given with {model!r}", f"hold of {', '.join(MODELS)}")
