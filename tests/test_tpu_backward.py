@@ -16,7 +16,7 @@ from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from portable_gdn.tpu.calls import STATES  # noqa: E402
+from portable_gdn.tpu.calls import KEPT  # noqa: E402
 
 NAME = "pallas-interpret"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -189,9 +189,9 @@ def test_vmap_of_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "forwards"), [(None, 2), (STATES, 1)])
+@pytest.mark.parametrize(("policy", "forwards"), [(None, 2), (KEPT, 1)])
 def test_rematerialised_layers_in_a_scan(policy, forwards):
-    """States between chunks have a name: a policy that keeps them spares the second forward pass."""
+    """What is kept for the backward pass has a name: a policy that keeps it spares the second forward pass."""
     x = arrays(make(B=1, T=40))
     gains = jnp.asarray([0.5, -1.0], jnp.float32)
     layer = lambda v, gain: (v + pg.gated_delta_rule(**{**x, "v": gain * v}, backend=NAME, **SMALL)[0], None)  # noqa: E731

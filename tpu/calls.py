@@ -18,19 +18,21 @@ from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
-from .kernels.backward import backward
+from .kernels.backward import RuleGradients, backward
 from .kernels.forward import PROBED, forward
-from .pipeline_plan import pipeline
-from .pipelined import by_pipeline, core
+from .kernels.reverse import reverse
+from .pipeline_plan import Pipeline, pipeline
+from .pipelined import by_pipeline, core, where_sequences_are
 from .plan import CHUNK, Plan, backward_plan, plan
+from .reverse_plan import Reverse, reverse_plan
 
-__all__ = ["STATES", "compute", "compute_gradients", "compute_with_states", "probe"]
+__all__ = ["KEPT", "compute", "compute_gradients", "compute_with_states", "probe"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
 
-#: The name of the states between chunks, for policies of ``jax.checkpoint``.
-STATES = "gated_delta_rule_states"
+#: The name of what the forward pass keeps for the backward pass, for policies of ``jax.checkpoint``.
+KEPT = "gated_delta_rule_kept"
 
 #: Computes the same call without the kernels: where there is no TPU, and for second derivatives.
 Other = Callable[[Signature, dict[str, Array]], Outputs]
@@ -72,8 +74,8 @@ def _with_states_every(
     def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
         line = pipeline(s, core(), every=True)
         assert line is not None
-        (o, state, conv_state), before = by_pipeline(replace(s, output_final_state=True), line, interpret, operands)
-        before = swap_state(jnp, s, jnp.reshape(before, (s.B, line.blocks, *before.shape[1:])))
+        (o, state, conv_state), kept = by_pipeline(replace(s, output_final_state=True), line, interpret, operands)
+        before = swap_state(jnp, s, jnp.reshape(kept["S"], (s.B, line.blocks, *kept["S"].shape[1:])))
         chunks = every // CHUNK  # those behind a chunk are those before the next one, or the last
         found = jnp.concatenate([before, state[:, None]], 1)[:, chunks : s.T // CHUNK + 1 : chunks]
         return (o, state if s.output_final_state else None, conv_state), found
@@ -124,55 +126,66 @@ def _call(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool,
 
 
 def _forward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Any:
-    """The call, and what the backward pass needs beside the operands: states between chunks."""
-    if backward_plan(s) is None:
+    """The call, and what the backward pass needs beside the operands."""
+    if _plans(s, stages) is None:
         return _call(s, interpret, stages, other, choose, operands), (operands, None)
-    out, states = _with_states(s, interpret, stages, other, choose, operands)
-    return out, (operands, checkpoint_name(states, STATES))
+    out, kept = _keeping(s, interpret, stages, other, choose, operands)
+    return out, (operands, {name: checkpoint_name(a, KEPT) for name, a in kept.items()})
 
 
-def _backward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, kept: Any, cotangents: Any) -> Any:
-    operands, states = kept
-    if states is None:
+def _backward(
+    s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, saved: Any, cotangents: Any
+) -> Any:
+    operands, kept = saved
+    if kept is None:
         found = _pull_other(s, other, operands, cotangents)
     else:
-        found = _pull(s, interpret, stages, other, choose, operands, states, cotangents)
+        found = _pull(s, interpret, stages, other, choose, operands, kept, cotangents)
     return ({**dict.fromkeys(operands), **found},)
 
 
 _call.defvjp(_forward, _backward)
 
 
+def _plans(s: Signature, stages: Any) -> tuple[Any, Any] | None:
+    """Plans of the kernels that compute a call's forward pass, keeping what the backward pass needs, and that."""
+    own = stages is own_stages
+    pair = reverse_plan(s, core()) if own else None
+    if pair is not None:
+        return pair
+    p = backward_plan(s)
+    line = pipeline(s, core(), every=True) if own and p is not None and p.C == CHUNK else None
+    return None if p is None else (line or p, p)
+
+
 # Both halves of the gradient have gradients too: second derivatives are those of the other backend.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _with_states(
+def _keeping(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]
-) -> tuple[Outputs, Array]:
-    p = backward_plan(s)
-    assert p is not None
+) -> tuple[Outputs, dict[str, Array]]:
+    """The call, and what its chunks leave to the backward pass."""
+    plans = _plans(s, stages)
+    assert plans is not None
 
-    def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
-        line = pipeline(s, core(), every=True) if stages is own_stages and p.C == CHUNK else None
-        if line is not None:
-            return by_pipeline(s, line, interpret, operands)
-        out, probes = _by_plain_kernel(s, p, interpret, stages, operands, ("S",))
-        return out, probes["S"]
+    def kernel(operands: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
+        if isinstance(plans[0], Pipeline):
+            return by_pipeline(s, plans[0], interpret, operands)
+        return _by_plain_kernel(s, plans[0], interpret, stages, operands, ("S",))
 
-    def elsewhere(operands: dict[str, Array]) -> tuple[Outputs, Array]:
-        return other(s, operands), jnp.zeros((p.chunks, s.HV, s.K, s.V), jnp.float32)  # which nobody reads
+    def elsewhere(operands: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
+        kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
+        return other(s, operands), {name: jnp.zeros(a.shape, a.dtype) for name, a in kept.items()}
 
     return _chosen(s, interpret, choose, kernel, elsewhere, operands)
 
 
-def _with_states_backward(
-    s: Signature, _: Any, __: Any, other: Other, ___: bool, operands: Any, cotangents: Any
-) -> Any:
+def _keeping_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, operands: Any, cotangents: Any) -> Any:
     return ({**dict.fromkeys(operands), **_pull_other(s, other, operands, cotangents[0])},)
 
 
-_with_states.defvjp(lambda *args: (_with_states(*args), args[-1]), _with_states_backward)
+_keeping.defvjp(lambda *args: (_keeping(*args), args[-1]), _keeping_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
@@ -183,20 +196,20 @@ def _pull(
     other: Other,
     choose: bool,
     operands: dict[str, Array],
-    states: Array,
+    kept: dict[str, Array],
     cotangents: Outputs,
 ) -> dict[str, Array]:
     """Cotangents of the float operands."""
 
-    def elsewhere(operands: dict[str, Array], states: Array, cotangents: Outputs) -> dict[str, Array]:
+    def elsewhere(operands: dict[str, Array], kept: dict[str, Array], cotangents: Outputs) -> dict[str, Array]:
         return _pull_other(s, other, operands, cotangents)
 
     kernel = partial(_by_backward_kernel, s, interpret, stages)
-    return _chosen(s, interpret, choose, kernel, elsewhere, operands, states, cotangents)
+    return _chosen(s, interpret, choose, kernel, elsewhere, operands, kept, cotangents)
 
 
-def _pull_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, kept: Any, second: Any) -> Any:
-    operands, cotangents = kept
+def _pull_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, saved: Any, second: Any) -> Any:
+    operands, cotangents = saved
     smooth = _smooth(operands)
     pull = lambda smooth, cotangents: _pull_other(s, other, {**operands, **smooth}, cotangents)  # noqa: E731
     d_smooth, d_cotangents = jax.vjp(pull, smooth, cotangents)[1](second)
@@ -245,6 +258,7 @@ def _by_plain_kernel(
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
     o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
+    o = where_sequences_are(s, bounds, o)
     return (
         finish(jnp, s, operands, o),
         swap_state(jnp, s, state) if s.output_final_state else None,
@@ -252,20 +266,12 @@ def _by_plain_kernel(
     ), stage
 
 
-def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
-    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
-    if bounds is None:
-        return x
-    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
-    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
-
-
 def _by_backward_kernel(
-    s: Signature, interpret: Any, stages: Any, operands: dict[str, Array], states: Array, cotangents: Outputs
+    s: Signature, interpret: Any, stages: Any, operands: dict[str, Array], kept: dict[str, Array], cotangents: Outputs
 ) -> dict[str, Array]:
     """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
-    p, bounds = backward_plan(s), operands.get("cu_seqlens")
-    assert p is not None
+    plans, bounds = _plans(s, stages), operands.get("cu_seqlens")
+    assert plans is not None
     x, pull = jax.vjp(lambda smooth: prepare(jnp, s, {**operands, **smooth}), _smooth(operands))
     dO, dS, d_conv_state = cotangents
     if s.has("mask"):
@@ -273,18 +279,16 @@ def _by_backward_kernel(
     if dO.dtype == jnp.float32 and s.precision != "highest":
         dO = dO.astype(jnp.bfloat16)  # as the products would round it
     dS = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if dS is None else swap_state(jnp, s, dS)
-    d = backward(
-        p,
-        *_rule_operands(s, p, x),
-        states,
-        dO,
-        dS,
-        bounds,
-        dtypes=_gradient_dtypes(s),
-        interpret=interpret,
-        stages=stages,
-    )
-    q, k, v, g, b = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
+    p, dtypes = plans[1], _gradient_dtypes(s)
+    d: RuleGradients
+    if isinstance(p, Reverse):
+        keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
+        held = (kept[name] for name in ("S", "M", "u"))
+        d = reverse(p, *keys, x.g[..., 0], x.b[..., 0], *held, dO, dS, dtypes=dtypes, interpret=interpret)
+    else:
+        rule = _rule_operands(s, p, x)
+        d = backward(p, *rule, kept["S"], dO, dS, bounds, dtypes=dtypes, interpret=interpret, stages=stages)
+    q, k, v, g, b = (where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
     b = b[..., None]
     return pull(
         Prepared(q, k, v, g[..., None], b, jnp.zeros_like(b), None if x.S is None else d.S, None, d_conv_state)

@@ -66,7 +66,7 @@ class Pipeline(NamedTuple):
     value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
     precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
     256 x 256; starts: whether packed sequences begin from states that are given; every: whether the states before each
-    chunk are returned; inside: what is done before the rule; widths of gates.
+    chunk are returned; solved: and each chunk's inverse M and u; inside: what is done before the rule; widths of gates.
     """
 
     B: int
@@ -86,6 +86,7 @@ class Pipeline(NamedTuple):
     wide_mxu: bool
     starts: bool
     every: bool
+    solved: bool
     inside: Inside
     widths: Widths
 
@@ -185,6 +186,7 @@ class Pipeline(NamedTuple):
         blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
         blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
         blocks += state * self.U if self.every else 0
+        blocks += self.U * self.heads * square * 4 * self.summands if self.solved else 0
         slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
         slot += 4 * self.heads * CHUNK * V if self.keeps_values else 0
         if self.by_channel:
@@ -258,18 +260,18 @@ def why_not(s: Signature) -> str | None:
     return None
 
 
-def pipeline(s: Signature, core: Core, every: bool = False) -> Pipeline | None:
+def pipeline(s: Signature, core: Core, every: bool = False, solved: bool = False) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
 
     As many heads share a grid step as ``tiling`` found best, or as VMEM holds. ``every``: with the state before each
-    chunk.
+    chunk; ``solved``: and its inverse and u.
     """
     if why_not(s) is not None:
         return None
     most = CHANNEL_HEADS if widths(s).decay > 1 else tiled(s, core).heads
     for P in _divisors(s):
         if most >= P * (s.HV // s.H) and _whole(s, P):
-            p = _pipeline(s, core, P, every)
+            p = _pipeline(s, core, P, every, solved)
             if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT:
                 return p
     return None
@@ -307,7 +309,7 @@ def _whole(s: Signature, P: int) -> bool:
     return P * s.K % LANES == 0 and P * (s.HV // s.H) * s.V % LANES == 0
 
 
-def _pipeline(s: Signature, core: Core, P: int, every: bool) -> Pipeline:
+def _pipeline(s: Signature, core: Core, P: int, every: bool, solved: bool) -> Pipeline:
     groups = s.H // P
     return Pipeline(
         B=s.B,
@@ -327,6 +329,7 @@ def _pipeline(s: Signature, core: Core, P: int, every: bool) -> Pipeline:
         wide_mxu=core.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
         every=every,
+        solved=solved,
         inside=_inside(s),
         widths=widths(s),
     )

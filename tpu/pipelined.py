@@ -12,14 +12,14 @@ from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
 from .pipeline_plan import Core, Pipeline
 
-__all__ = ["by_pipeline", "core"]
+__all__ = ["by_pipeline", "core", "where_sequences_are"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
 
 
-def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, Any]:
-    """Outputs, and the states before each chunk if the plan has them.
+def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
+    """Outputs, and what the plan keeps of each chunk; without inverses, states [chunks, HV, K, V] as tables have them.
 
     Everything is in the kernel, and outside are reshapes; with a mask, the specification's prologue comes first.
     """
@@ -58,12 +58,21 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     gates = _gate_operands(s, p, g, b, w, x)
     if S is None and (p.starts or not p.packed):
         S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
-    o, state, every = forward(
+    o, state, kept = forward(
         p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )
-    if every is not None:
-        every = jnp.reshape(every, (-1, *every.shape[2:]))
-    return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), every
+    o = where_sequences_are(s, x.get("cu_seqlens"), o)
+    if p.every and not p.solved:
+        kept["S"] = jnp.reshape(kept["S"], (-1, *kept["S"].shape[2:]))
+    return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), kept
+
+
+def where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
+    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
+    if bounds is None:
+        return x
+    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
+    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
 
 
 def _gate_operands(

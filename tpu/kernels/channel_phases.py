@@ -182,7 +182,7 @@ class Chunk(phases.Chunk):
         for i in heads:
             S.append(self._state(i))
             if p.every:
-                x.every[0, self.u, i] = S[i]
+                x.S_kept[0, self.u, i] = S[i]
             from_state.append(dot(slot.reads[i], S[i].astype(BF16)))
             total.append(spread(slot.total[...], p.heads, i))
             yield

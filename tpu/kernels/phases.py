@@ -406,7 +406,7 @@ class Chunk:
             S.append(self._state(i))
             if p.every:
                 key, value = p.keys[i // p.R], p.values[i]
-                x.every[0, self.u, i] = S[i][key.low : key.high, value.low : value.high]
+                x.S_kept[0, self.u, i] = S[i][key.low : key.high, value.low : value.high]
             if i % p.R == p.R - 1:
                 h, first = i // p.R, 0
                 key = p.keys[h]
@@ -426,6 +426,9 @@ class Chunk:
             v = slot.v[i, :, : value.lanes] if p.inside.width else self._head("v_late", value).astype(F32)
             rest = self._rows(self.advanced, v - from_state[i][C:] * _widened(before[i], value.lanes))
             u.append(product(p, read(slot.M, i), halves(p, rest)))
+            if p.solved:
+                for n, (inverse, part) in enumerate(zip(read(slot.M, i), halves(p, u[i]), strict=True)):
+                    x.M_kept[0, self.u, i, n], x.u_kept[0, self.u, i, n] = inverse, part
             yield
         for i in heads:
             kt = read(slot.kt, i, slice(0, p.keys[i // p.R].lanes))

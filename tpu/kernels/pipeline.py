@@ -43,7 +43,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .. import table as tb
 from ..pipeline_plan import Pipeline
 from . import channel_phases, inside
-from .halves import F32, C
+from .halves import BF16, F32, C
 from .phases import Chunk, Gates, Part, Slot, placed, slot_shapes
 
 __all__ = ["Channels", "GateOperands", "forward"]
@@ -273,7 +273,7 @@ def forward(
     past: tuple[Channels, Channels, Channels] | None = None,
     dtype: Any,
     interpret: Any = False,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, dict[str, Array]]:
     """The rule, and before it what the plan has inside.
 
     Args:
@@ -289,8 +289,9 @@ def forward(
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
     Returns:
-        o [B, T, HV, V], the final states, and where the plan has them the states before each chunk: [B, chunks of a
-        row, HV, K, V], or [1, entries of the table, HV, K, V].
+        o [B, T, HV, V], the final states, and where the plan has them S, the states before each chunk, [B, chunks of a
+        row, HV, K, V] or [1, entries of the table, HV, K, V], and M and u of each chunk, [B, chunks, HV, summands, 128,
+        128] bfloat16; with these, chunks of whole grid steps.
     """
     keys, values = p.P * p.K, p.heads * p.V
     tokens, units = (C, range(p.U)) if p.packed else (p.U * C, [None])
@@ -368,11 +369,16 @@ def forward(
         outputs["S_last"] = pl.BlockSpec((1, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, h, 0, 0)))
         o_shape = (p.B, p.T, HV * p.V)
     shapes = [array(o_shape, dtype), state]
-    if p.every:
-        outputs["every"] = pl.BlockSpec((1, p.U, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, c, h, 0, 0)))
-        shapes.append(jax.ShapeDtypeStruct((p.B, p.blocks + max(p.N - 1, 0), *state.shape[1:]), F32))
+    chunks, square = p.chunks if p.solved else p.blocks + max(p.N - 1, 0), (p.summands, C, C)
+    kept = {"S": ((p.K, p.V), F32)} if p.every else {}
+    kept |= {"M": (square, BF16), "u": (square, BF16)} if p.solved else {}
+    for name, (inner, of) in kept.items():
+        rest = (0,) * len(inner)
+        place = index(lambda r, h, c, n, rest=rest: (r, c, h, *rest))
+        outputs[f"{name}_kept"] = pl.BlockSpec((1, p.U, p.heads, *inner), place)
+        shapes.append(jax.ShapeDtypeStruct((p.B, chunks, HV, *inner), of))
     slots = channel_phases.slot_shapes(p) if p.by_channel else slot_shapes(p)
-    o, final, *every = pl.pallas_call(
+    o, final, *found = pl.pallas_call(
         partial(_kernel, p, (*prefetched, *operands, *outputs, *scratch)),
         name="gated_delta_rule_pipeline",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -386,7 +392,7 @@ def forward(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
     )(*prefetched.values(), *(array for array, _ in operands.values()))
-    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final, every[0] if every else None
+    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final, dict(zip(kept, found, strict=True))
 
 
 def _scratch(p: Pipeline, widths: dict[str, int], dtype: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""The plan of the backward kernel that belongs to the pipeline. No jax here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..spec.problem import Signature
+from .pipeline_plan import Core, Pipeline, pipeline
+from .plan import CHUNK, Widths, widths
+
+__all__ = ["Reverse", "reverse_plan"]
+
+#: Value heads that share a grid step, at most, and chunks in it.
+HEADS, UNITS = 8, 2
+
+
+class Reverse(NamedTuple):
+    """The static numbers of the backward kernel that belongs to the pipeline.
+
+    B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads; parts
+    that cores share; summands of what products keep; scale; bytes of an element of dq, dk and dv, at most.
+    """
+
+    B: int
+    T: int
+    P: int
+    R: int
+    U: int
+    groups: int
+    parts: int
+    summands: int
+    scale: float
+    bytes: int
+
+    @property
+    def heads(self) -> int:
+        """Value heads a grid step."""
+        return self.P * self.R
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of a row and a group of heads."""
+        return -(-self.T // (self.U * CHUNK))
+
+    @property
+    def entries(self) -> int:
+        """Grid steps of a part."""
+        return self.B * self.groups // self.parts * self.steps
+
+    @property
+    def tail(self) -> bool:
+        """Whether the last chunk reaches beyond T."""
+        return self.T % (self.U * CHUNK) != 0
+
+    @property
+    def vmem(self) -> int:
+        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
+        square = CHUNK * CHUNK
+        blocks = self.P * square * 2 * (2 + self.bytes) + self.heads * square * (6 + self.bytes + 4 * self.summands)
+        return 2 * (self.U * blocks + 2 * self.heads * square * 4) + self.heads * square * (
+            4 + self.U * (64 + 32 * self.summands)
+        )
+
+
+def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
+    """The plans of a call's forward pass, which keeps what the backward pass needs, and of that; None if one cannot."""
+    if widths(s) != Widths(1, 1, 1, True) or s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest":
+        return None
+    line = pipeline(s, core, every=True, solved=True)
+    R = s.HV // s.H
+    P = max((P for P in range(1, s.H + 1) if s.H % P == 0 and P * R <= HEADS), default=None)
+    if line is None or P is None:
+        return None
+    groups = s.H // P
+    p = Reverse(
+        B=s.B,
+        T=s.T,
+        P=P,
+        R=R,
+        U=UNITS,
+        groups=groups,
+        parts=core.cores if s.B * groups % core.cores == 0 else 1,
+        summands=line.summands,
+        scale=s.scale,
+        bytes=2 if s.dtype == "bfloat16" and s.conv is None and not s.qk_l2norm else 4,
+    )
+    return (line, p) if p.vmem <= core.vmem else None
