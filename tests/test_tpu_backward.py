@@ -218,3 +218,39 @@ def test_forward_mode_is_refused():
     x = arrays(make(B=1, T=20))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: pg.gated_delta_rule(**{**x, "q": q}, backend=NAME)[0], (x["q"],), (x["q"],))
+
+
+# the kernel for long rows
+
+
+def long_rows(T=300, seed=0):
+    rng = np.random.default_rng(seed)
+    x = {
+        "q": rng.standard_normal((1, T, 1, 128)), "k": rng.standard_normal((1, T, 1, 128)),
+        "v": rng.standard_normal((1, T, 2, 128)), "g": -rng.exponential(0.2, (1, T, 2)), "beta": rng.random((1, T, 2)),
+    }  # fmt: skip
+    x["k"] *= 0.98 / np.linalg.norm(x["k"], axis=-1, keepdims=True)
+    return {n: jnp.asarray(a, jnp.bfloat16 if n in "qkv" else jnp.float32) for n, a in x.items()}
+
+
+def test_long_rows_have_a_kernel_of_their_own():
+    """Which holds, and where nothing is left of what came before, gives nothing to it."""
+    x = long_rows()
+    x["g"] = x["g"].at[:, 200].set(-jnp.inf)
+    x["beta"] = x["beta"].at[:, 30:40].set(0)  # where the gate's gradient is a sum, and no quotient
+    d = jnp.asarray(np.random.default_rng(1).standard_normal(x["v"].shape), jnp.bfloat16)
+
+    @jax.jit
+    def pull(x, d):
+        run = lambda x: pg.gated_delta_rule(**x, precision="fast", backend=NAME)[0]  # noqa: E731
+        return jax.vjp(run, x)[1](d)[0]
+
+    assert "gated_delta_rule_reverse" in str(jax.make_jaxpr(pull)(x, d))
+    found, late = (on_host(pull(x, c)) for c in (d, d.at[:, :200].set(0)))
+    want = oracle(on_host(x), {"o": np.asarray(d)}).gradients
+    for name, value in found.items():
+        error = np.linalg.norm(value.astype(np.float64) - want[name])
+        assert error <= 6e-3 * np.linalg.norm(want[name]), (name, error / np.linalg.norm(want[name]))
+        assert not np.any(late[name][:, :200]), name
+    assert not np.any(found["g"][:, 200])
+    assert not np.any(found["g"][:, 0])
