@@ -361,6 +361,44 @@ def test_a_variant_that_the_other_lacks(tmp_path, under_test):
     assert "1 case was not compared" in " ".join(found.stdout.split())
 
 
+def test_two_recordings(recording, tmp_path, under_test):
+    """Both machines recorded, a third compares."""
+    under_test(Sound())
+    path = tmp_path / "other.safetensors"
+    run("record", "-b", "under test", "--case", "token", "-o", path)
+    found = run("compare", recording, path, "--json")
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert {case["case"] for case in report["cases"]} == {"one token", "five tokens"}
+    assert "it holds no such case" in report["not_compared"]["mixer"]
+    assert run("compare", path, path, "--case", "one").exit_code == 0
+    assert "give either --backend or a second recording" in refused("compare", path)
+    assert "give either --backend or a second recording" in refused("compare", path, path, "-b", "numpy")
+    assert "as they were recorded" in refused("compare", path, path, "--precision", "fast")
+    other = tmp_path / "third.safetensors"
+    run("record", "-b", "under test", "--suite", "quick", "--case", "KDA", "-o", other)
+    assert "computes none of the" in refused("compare", recording, other)
+
+
+def test_what_a_library_is_known_to_get_wrong_travels_with_the_recording(tmp_path, under_test):
+    """The machine that compares need not have that library, nor that version of it."""
+
+    class Known(Changed):
+        def known(self, case):
+            return "library 1.0 rounds twice there: error 0.2" if case == "five tokens" else None
+
+    under_test(Known(FAULTS["dg negative"]))
+    path = tmp_path / "known.safetensors"
+    run("record", "-b", "under test", "--case", "tokens", "-o", path)
+    dispatch.unregister_backend("under test")
+    found = run("compare", path, "-b", "numpy", "--case", "five tokens", "--json")
+    assert found.exit_code == 0, found.output
+    (case,) = json.loads(found.stdout)["cases"]
+    row = next(t for t in case["tensors"] if t["tensor"] == "grad_g")
+    assert not row["judged"]
+    assert "library 1.0 rounds twice" in row["note"]
+
+
 def test_a_comparison_of_nothing_is_no_pass(tmp_path):
     class Refuses(Sound):
         def refuses(self, s):

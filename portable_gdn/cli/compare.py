@@ -10,12 +10,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ..harness.compare import Comparison, TensorComparison
+from ..harness.compare import Comparison, TensorComparison, compare_recordings
 from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.report.page import page
 from ..harness.run_file import RunFile, check_target
-from ..spec.errors import bad
+from ..spec.errors import GdnError, bad
 from .output import console, print_json, progress_bar, write_whole
 
 __all__ = ["compare"]
@@ -23,7 +23,8 @@ __all__ = ["compare"]
 
 def compare(
     recording: Annotated[Path, typer.Argument(help="What `portable-gdn record` wrote.")],
-    backend: Annotated[str, typer.Option("--backend", "-b", help="What it is compared with.")],
+    other: Annotated[Path | None, typer.Argument(help="A second recording, instead of a backend.")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", "-b", help="What it is compared with.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page to look at to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything to this file, as JSON.")
@@ -36,18 +37,27 @@ def compare(
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Run a recording's cases here and say whether both machines computed the same; exit code 1 if not."""
+    """Say whether two machines, or backends, computed the same; exit code 1 if not."""
     for path in (report, output):
         if path is not None:
             check_target(path)
     settings = Settings(precision, chunk_size, dtype, False, emulate)
-    chosen, file = backend_for(backend, settings), RunFile(recording)
+    if (backend is None) == (other is None):
+        raise GdnError("give either --backend or a second recording to compare with.")
+    if other is not None and settings != Settings():
+        raise GdnError("two recordings are compared as they were recorded, without --precision and the like.")
+    chosen = None if backend is None else backend_for(backend, settings)
+    file = RunFile(recording)
     cases = [c for c in file.cases if case is None or case in c.name]
     if case is not None and not cases:
         raise bad("--case", repr(case), "be part of the name of a recorded case")
     one_thread()
     with progress_bar("compare") as update:
-        found = run(file, chosen, settings, cases, update)
+        if chosen is not None:
+            found = run(file, chosen, settings, cases, update)
+        else:
+            assert other is not None
+            found = compare_recordings(file, RunFile(other), cases, update)
     if report is not None:
         write_whole(report, page(found))
     if output is not None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dispatch
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
 from ..spec.problem import Backend, Signature
@@ -26,7 +25,16 @@ from .stages import Parting, Side
 from .statistics import Statistics, statistics
 from .truth import Truth
 
-__all__ = ["CaseComparison", "Comparison", "SideFacts", "TensorComparison", "compare", "compare_case", "finite"]
+__all__ = [
+    "CaseComparison",
+    "Comparison",
+    "SideFacts",
+    "TensorComparison",
+    "compare",
+    "compare_case",
+    "compare_recordings",
+    "finite",
+]
 
 
 class SideFacts(NamedTuple):
@@ -171,12 +179,15 @@ def _case_as_dict(case: CaseComparison) -> dict[str, Any]:
     return finite(table)
 
 
+Progress = Callable[[str, int, int], None]
+
+
 def compare(
     recording: RunFile,
     backend: Backend,
     settings: Settings,
     cases: Sequence[Case] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """A recording against a backend here, case by case.
 
@@ -192,31 +203,54 @@ def compare(
     size = settings.chunk_size or recording.stage_chunk
     settings = settings._replace(stages=recording.settings.stages, stage_chunk=size)
     recording.check(progress)
-    result: Comparison | None = None
+    result = Comparison(_recorded_side(recording), _own_side(backend, settings, {}))
     by_name = {case.name: case for case in chosen}
     mine = each(backend, chosen, settings, recording.inputs, recording.path)
     for i, (outcome, facts) in enumerate(mine):
+        result.b = result.b._replace(environment=facts)
         case = by_name[outcome.case]
         if progress is not None:
             progress(case.name, i, len(chosen))
-        if result is None:
-            result = Comparison(_recorded_side(recording), _own_side(backend, settings, facts))
-        theirs = recording.outcome(case)
-        _add(
-            result,
-            case,
-            theirs,
-            outcome,
-            recording.recorded_inputs(case),
-            with_settings(recording.inputs(case), settings),
-        )
-    if result is None:
+        given = with_settings(recording.inputs(case), settings)
+        _add(result, case, recording.outcome(case), outcome, recording.recorded_inputs(case), given)
+    return _something(result, recording, backend.name, len(chosen))
+
+
+def compare_recordings(
+    first: RunFile, second: RunFile, cases: Sequence[Case] | None = None, progress: Progress | None = None
+) -> Comparison:
+    """Two recordings, of whatever both hold.
+
+    Raises:
+        GdnError: one is damaged, or they have no case in common.
+    """
+    chosen = list(first.cases) if cases is None else list(cases)
+    first.check(progress)
+    second.check(progress)
+    result = Comparison(_recorded_side(first), _recorded_side(second))
+    if result.a.label == result.b.label:
+        result.b = result.b._replace(label=f"{result.b.label}, second")
+    for i, case in enumerate(chosen):
+        if progress is not None:
+            progress(case.name, i, len(chosen))
+        if case not in second.cases:
+            result.not_compared[case.name] = f"{result.b.label}: it holds no such case"
+            continue
+        inputs = first.recorded_inputs(case), second.recorded_inputs(case)
+        _add(result, case, first.outcome(case), second.outcome(case), *inputs)
+    return _something(result, first, str(second.path), len(chosen))
+
+
+def _something(result: Comparison, recording: RunFile, other: str, cases: int) -> Comparison:
+    """The result, unless the other side has nothing to say on any case."""
+    if not cases:
         raise GdnError(f"{recording.path}: the recording holds no cases.")
-    refused = [why for why in result.not_compared.values() if why.startswith(f"{result.b.label}: ")]
-    if not result.cases and not result.failed and len(refused) == len(chosen):
+    lead = f"{result.b.label}: "
+    refused = [why.removeprefix(lead) for why in result.not_compared.values() if why.startswith(lead)]
+    if not result.cases and not result.failed and len(refused) == cases:
         raise GdnError(
-            f"{recording.path}: {backend.name!r} computes none of the {len(chosen)} cases of the recording: "
-            f"{refused[0].removeprefix(f'{result.b.label}: ').rstrip('.')}."
+            f"{recording.path}: {other!r} computes none of the {cases} cases of the recording: "
+            f"{refused[0].rstrip('.')}."
         )
     return result
 
@@ -257,11 +291,10 @@ def compare_case(
     truth_b = truth_a if same and _dtype(inputs_a) == _dtype(inputs_b) else Truth(inputs_b)
     s = truth_a.problem.signature
     expected = truth_a.expectation(a.rounding), truth_b.expectation(b.rounding)
-    known = _known(side_a, case), _known(side_b, case)
     rows, found = [], {}
     starts = inputs_a.operands.get("cu_seqlens")
     for tensor in expected[0].exact:
-        rows.append(_row(tensor, a, b, expected, s, known))
+        rows.append(_row(tensor, a, b, expected, s))
         if tensor in a.tensors and tensor in b.tensors:
             pair = [
                 statistics(tensor, outcome.tensors[tensor], e.exact[tensor], s, outcome.rounding.chunk_size, starts)
@@ -288,34 +321,24 @@ def _provenance(rounding: Rounding) -> str:
     return f"computed: declared roundings {rounding.describe()}, chunks of {rounding.chunk_size}{base}"
 
 
-def _known(side: SideFacts, case: Case) -> str | None:
-    """What a library that the side calls is known to get wrong in this case, measured."""
-    try:
-        known = getattr(dispatch.get(side.backend), "known", None)
-    except GdnError:
-        return None
-    return known(case.name) if known else None
-
-
 def _row(
     tensor: str,
     a: Outcome,
     b: Outcome,
     expected: tuple[Expectation, Expectation],
     s: Signature,
-    known: tuple[str | None, str | None],
 ) -> TensorComparison:
     verdicts: list[Verdict] = []
-    for outcome, e, said in zip((a, b), expected, known, strict=True):
+    for outcome, e in zip((a, b), expected, strict=True):
         if tensor not in outcome.tensors:
             verdicts.append(Verdict(tensor, float("inf"), 0.0, 0.0, False, True, 0))
             continue
         verdict = judge(tensor, outcome.tensors[tensor], e, s)
-        if not verdict.ok and said is not None and np.isfinite(verdict.error):
+        if not verdict.ok and outcome.known and np.isfinite(verdict.error):
             verdict = verdict._replace(ok=True, judged=False)
         verdicts.append(verdict)
     first, second = verdicts
-    note = "; ".join(said for said, v in zip(known, verdicts, strict=True) if said and not v.judged)
+    note = "; ".join(x.known for x, v in zip((a, b), verdicts, strict=True) if x.known and not v.judged)
     x, y = (outcome.tensors.get(tensor) for outcome in (a, b))
     if x is None or y is None or x.shape != y.shape:
         missing = f"missing on one side; {note}".rstrip("; ")

@@ -72,6 +72,7 @@ class Outcome(NamedTuple):
     status: "done" (why: it has no stages, if they were wanted); "refused" (the backend does not compute such calls) or
     "failed" (it broke), with why.
     tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
+    known: what a library that the backend only calls is known to get wrong in this case, as measured; or "".
     """
 
     case: str
@@ -81,6 +82,7 @@ class Outcome(NamedTuple):
     stages: Stages
     rounding: Rounding
     seconds: float
+    known: str = ""
 
 
 def backend_for(name: str, settings: Settings) -> Backend:
@@ -140,7 +142,8 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
         return refused._replace(status="failed", why=sentence)
     seconds = time.perf_counter() - started
     stages, why = _probed(backend, inputs, settings)
-    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds)
+    known = getattr(backend, "known", lambda case: None)(name) or ""
+    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known)
 
 
 def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
@@ -242,6 +245,7 @@ def _received(answer: Mapping[str, Any]) -> Iterator[Outcome]:
         stages,
         Rounding(**answer["rounding"]),
         answer["seconds"],
+        answer["known"],
     )
 
 
@@ -257,7 +261,7 @@ def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Ite
                 file.add(name, a)
         yield {
             "case": outcome.case, "status": outcome.status, "why": outcome.why, "seconds": outcome.seconds,
-            "rounding": as_json(outcome.rounding), "file": str(path), "environment": facts,
+            "rounding": as_json(outcome.rounding), "file": str(path), "environment": facts, "known": outcome.known,
         }  # fmt: skip
 
 

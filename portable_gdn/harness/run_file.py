@@ -97,6 +97,7 @@ class RunWriter:
                 "why": outcome.why,
                 "rounding": as_json(outcome.rounding),
                 "seconds": round(outcome.seconds, 4),
+                "known": outcome.known,
                 "inputs": inputs_digest(inputs),
                 "options": inputs.options._asdict() if self._store else None,
                 "sha256": digest(tensors),
@@ -202,7 +203,8 @@ class RunFile:
         tensors, stages = unpacked(self._tensors(case.name))
         results = {name: a for name, a in tensors.items() if "/" not in name}
         rounding = self._roundings[case.name]
-        return Outcome(case.name, entry["status"], entry["why"], results, stages, rounding, entry["seconds"])
+        known = entry.get("known", "")
+        return Outcome(case.name, entry["status"], entry["why"], results, stages, rounding, entry["seconds"], known)
 
     def inputs(self, case: Case) -> Inputs:
         """A case's inputs: stored, or built again.
