@@ -99,10 +99,18 @@ class Output:
                 return None if lay.indices or own.indices else part.place.bound.name
         return None
 
+    def sources_of(self, slab: tuple[int, int]) -> tuple[str, ...]:
+        """Names of the source's tensors that go into a slab."""
+        lead, (low, high) = self.leading, slab
+        if high < 0 or lead is None or lead[0] != "@":
+            return self.sources
+        inside = (part for part in self.parts if low <= part.index[lead[1:]] < high)
+        return tuple(dict.fromkeys(part.place.bound.name for part in inside))
+
     def slabs(self, most: int) -> list[tuple[int, int]]:
         """Ranges of the leading dim whose bytes are at most ``most``, where the tensor can be cut; else one range."""
         lead = self.leading
-        if lead is None or self.nbytes <= most:
+        if lead is None or self.nbytes <= most or self.verbatim is not None:
             return [(0, -1)]
         total = self._sizes()[lead]
         step = max(1, most * total // self.nbytes)

@@ -18,7 +18,7 @@ from .orbax import leaf, metadata
 from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
 from .provenance import open_port
 from .reader import Checkpoint, read_json
-from .run import Progress, Session, checksum, session, slabs
+from .run import SLAB, Progress, Session, checksum, data_of, session
 from .targets.family import target_config
 
 __all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]
@@ -224,8 +224,9 @@ def digests_back(
     found = {}
     for done, output in enumerate(outputs, 1):
         state = hashlib.sha256()
-        for data in slabs(output, whole):
-            state.update(data)
+        for slab in output.slabs(SLAB):
+            for data in data_of(output, slab, whole):
+                state.update(data)
         whole.release()
         found[output.name] = state.hexdigest()
         progress(output.name, done, len(outputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class Checkpoint:
         config = self.folder / "config.json"
         self.config = read_json(config) if config.is_file() else {}
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
+        self._asked: set[str] = set()
 
     def _find(self) -> tuple[list[str], Mapping[str, str] | None]:
         """Names of the files that make up the folder's checkpoint, and what its index says."""
@@ -139,6 +141,14 @@ class Checkpoint:
             self._maps[file] = (mapped, np.frombuffer(mapped, np.uint8))
         data = self._maps[file][1][tensor.begin : tensor.end]
         return data.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
+
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read a tensor soon."""
+        file, tensor = self.where[name]
+        if name not in self._asked and hasattr(os, "posix_fadvise"):
+            self._asked.add(name)
+            with self.files[file].open("rb", buffering=0) as handle:
+                os.posix_fadvise(handle.fileno(), tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
         """Let the pages that were looked at go from this process; the system keeps them as long as it likes."""

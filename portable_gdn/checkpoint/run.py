@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..spec.errors import GdnError, bad
 from .plan import Output, Shard
 from .reader import Checkpoint
 
-__all__ = ["SLAB", "Progress", "Session", "checksum", "digest", "session", "slabs"]
+__all__ = ["SLAB", "Progress", "Session", "checksum", "data_of", "digest", "session"]
 
 SLAB = 64 * 2**20
 _PIECE = 2**20  # stays in the processor's cache between being read and being hashed
@@ -144,15 +145,20 @@ class Session:
             self._tell(shard.name, len(shard.header))
             pending: Future[None] | None = None
             touched = 0
-            for output in shard.outputs:
+            pieces = [(output, slab) for output in shard.outputs for slab in output.slabs(SLAB)]
+            wanted = [output.sources_of(slab) for output, slab in pieces]
+            states: list[Any] = []
+            for n, (output, slab) in enumerate(pieces):
+                for name in chain(wanted[n], wanted[n + 1] if n + 1 < len(wanted) else ()):
+                    self._ahead(name, source, hasher, sources, output.verbatim)
+                for name in wanted[n]:
+                    if name in sources and source.where[name][1].nbytes <= SLAB:
+                        sources[name].result()  # hashed, and so read: what is mapped now need not wait for the disk
                 same = output.verbatim
-                if not self.exact:
-                    used += output.sources
-                    for name in output.sources:
-                        if name not in sources and name not in self.hashes and name != same:
-                            sources[name] = hasher.submit(_hash_of, source, name)
-                states = [_Crc()] + [hashlib.sha256()] * (self.exact or same is not None)
-                for data in slabs(output, source, array, buffers):
+                if not states:
+                    used += [] if self.exact else output.sources
+                    states = [_Crc()] + [hashlib.sha256()] * (self.exact or same is not None)
+                for data in data_of(output, slab, source, array, buffers):
                     if pending is not None:
                         pending.result()
                         pending = None
@@ -165,16 +171,33 @@ class Session:
                     if touched > 2 * SLAB:
                         source.release()
                         touched = 0
+                if n + 1 < len(pieces) and pieces[n + 1][0] is output:
+                    continue
                 if pending is not None:
                     pending.result()
                     pending = None
                 self.checksums[output.name] = states[0].hexdigest()
                 if len(states) == 2:
                     self.hashes[output.name if self.exact else str(same)] = states[1].hexdigest()
+                states = []
             _write(file, shard.trailer)
             self._tell(shard.name, len(shard.trailer))
         source.release()
         return used
+
+    def _ahead(
+        self,
+        name: str,
+        source: Checkpoint,
+        hasher: ThreadPoolExecutor,
+        sources: dict[str, Future[str]],
+        verbatim: str | None,
+    ) -> None:
+        """Have a source tensor read soon, and hashed if it is to be."""
+        if self.exact or source.where[name][1].nbytes > SLAB:
+            source.prefetch(name)
+        if not self.exact and name not in sources and name not in self.hashes and name != verbatim:
+            sources[name] = hasher.submit(_hash_of, source, name)
 
     def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
         """Read a file back, compare every tensor's checksum, give it its name and note it in the journal.
@@ -207,24 +230,23 @@ class Session:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def slabs(
+def data_of(
     output: Output,
+    slab: tuple[int, int],
     source: Checkpoint,
     array: Callable[[str], np.ndarray] | None = None,
     buffers: list[np.ndarray] | None = None,
 ) -> Iterator[Any]:
-    """A tensor's bytes to write, in pieces of bounded size. A piece is valid until the one after the next is asked
-    for."""
+    """A slab's bytes to write. A piece is valid until the one after the next is asked for."""
     same = output.verbatim
     if same is not None:
         yield from source.chunks(same)
         return
-    for slab in output.slabs(SLAB):
-        free = None
-        if buffers is not None:
-            buffers.reverse()
-            free = buffers[0] = _grown(buffers[0], min(output.nbytes, 2 * SLAB))
-        yield memoryview(output.fill(slab, array or source.array, free).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    free = None
+    if buffers is not None:
+        buffers.reverse()
+        free = buffers[0] = _grown(buffers[0], min(output.nbytes, 2 * SLAB))
+    yield memoryview(output.fill(slab, array or source.array, free).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _grown(buffer: np.ndarray, size: int) -> np.ndarray:
