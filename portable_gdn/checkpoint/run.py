@@ -33,6 +33,7 @@ __all__ = ["SLAB", "Progress", "Session", "checksum", "data_of", "digest", "sess
 SLAB = 64 * 2**20
 _PIECE = 2**20  # stays in the processor's cache between being read and being hashed
 _SPARE = 64 * 2**20  # bytes of the disk to leave free
+_AHEAD = 3  # slabs that are read before they are needed
 _JOURNAL = "journal.jsonl"
 Progress = Callable[[str, int, int], None]
 
@@ -149,7 +150,7 @@ class Session:
             wanted = [output.sources_of(slab) for output, slab in pieces]
             states: list[Any] = []
             for n, (output, slab) in enumerate(pieces):
-                for name in chain(wanted[n], wanted[n + 1] if n + 1 < len(wanted) else ()):
+                for name in chain.from_iterable(wanted[n : n + 1 + _AHEAD]):
                     self._ahead(name, source, hasher, sources, output.verbatim)
                 for name in wanted[n]:
                     if name in sources and source.where[name][1].nbytes <= SLAB:
