@@ -74,7 +74,7 @@ def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any
     Args:
         folder: what ``portable-gdn port --to nnx`` (or jax) wrote.
         layer: its number in the model.
-        sharding: as in ``load_tree``, paths beginning at the layer.
+        sharding: as in ``load_tree``; a function is given whole paths, "layers.0.mixer.q_proj.kernel".
         options: of the layer, such as dtype, precision and backend.
 
     Raises:
