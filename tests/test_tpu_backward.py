@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import assert_all_close, assert_close, cotangents, make, oracle
@@ -203,6 +208,34 @@ def test_rematerialised_layers_in_a_scan(policy, forwards):
     text = str(jax.make_jaxpr(remat)(gains))
     assert text.count("name=gated_delta_rule_forward") == forwards
     assert text.count("name=gated_delta_rule_backward") == 1
+
+
+SHARDED = """
+import numpy as np, jax, jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+from conftest import make
+import portable_gdn as pg
+x = {name: jnp.asarray(a) for name, a in make(state=True, T=20).items()}
+def loss(x):
+    o, state = pg.gated_delta_rule(**x, output_final_state=True, backend="pallas-interpret", chunk_size=16)
+    return (o * o).sum() + (state * state).sum()
+mesh = Mesh(np.asarray(jax.devices()), ("i",))
+want = jax.jit(jax.grad(loss))(x)
+heads = {name: P(None, "i") if name == "initial_state" else P(None, None, "i") for name in x}
+for spec in ({name: P("i") for name in x}, heads):
+    sharded = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    for name, value in jax.jit(sharded)(x).items():
+        np.testing.assert_allclose(value, want[name], atol=1e-5 * np.abs(want[name]).max(), err_msg=name)
+"""
+
+
+@pytest.mark.slow
+def test_sharded_over_rows_and_over_heads():
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], cwd=Path(__file__).parent, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
