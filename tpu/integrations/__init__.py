@@ -1,1 +1,1 @@
-"""What joins other libraries on a TPU to our call: ``nnx`` has layers for Flax."""
+"""What joins other libraries on a TPU to our call: ``nnx`` has layers for Flax, ``torchax`` takes torch tensors."""
