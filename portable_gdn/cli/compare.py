@@ -13,7 +13,6 @@ from rich.table import Table
 from ..harness.compare import Comparison, TensorComparison, compare_recordings
 from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
-from ..harness.report.page import page
 from ..harness.run_file import RunFile, check_target
 from ..spec.errors import GdnError, bad
 from .output import console, print_json, progress_bar, write_whole
@@ -59,6 +58,8 @@ def compare(
             assert other is not None
             found = compare_recordings(file, RunFile(other), cases, update)
     if report is not None:
+        from ..harness.report.page import page  # which imports a template engine
+
         write_whole(report, page(found))
     if output is not None:
         write_whole(output, json.dumps(found.as_dict(), indent=1))

@@ -134,7 +134,9 @@ def _place(a: np.ndarray, at: int) -> str:
 
 def _not_finite(x: Mapping[str, np.ndarray]) -> _Said:
     for name, a in x.items():
-        bad = ~np.isfinite(a) & ~((a == -np.inf) if name == "g" else False)
+        bad = ~np.isfinite(a)
+        if name == "g":
+            bad &= a != -np.inf  # which is a reset
         if bad.any():
             what = f"{name} holds {bad.sum()} values that are not finite, first at {_place(a, int(np.argmax(bad)))}"
             yield "error", what, "all that follows in its sequence becomes NaN"
