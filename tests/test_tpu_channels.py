@@ -1,4 +1,4 @@
-"""The pipelined kernel for decays by channel: which calls it takes, the budget, and what is exact."""
+"""The pipelined kernel with decays by channel or group: which calls it takes, the budget, and what is exact."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def test_which_calls_it_takes():
     assert pipeline(signature(H=16, HV=32), core).P == 4
     assert pipeline(signature(precision="fast"), core).summands == 1
     assert pipeline(signature(N=3), core).packed
+    assert pipeline(signature(K=256, g=(2,)), core).decays == 2  # groups that are tiles
     for other in (
-        signature(g=(2,)), signature(T=2 * CHUNK), signature(K=64, g=(64,)), signature(V=256),
+        signature(g=(2,)), signature(T=2 * CHUNK), signature(K=192, g=(2,)), signature(K=64, g=(64,)), signature(V=256),
         signature(precision="highest"), signature(chunk_size=64), signature(dtype="float32"), signature(H=3, HV=30),
         signature(erase=(), write=(128,)),
     ):  # fmt: skip
@@ -144,6 +145,9 @@ CASES = [
     Case("KDA, left padding, two groups", variant="KDA", layout="left padding", **{**LONG, "H": 2, "HV": 16}),
     Case("GDN-2, many resets", variant="GDN-2", gates="many resets", **{**LONG, "B": 2}),
     Case("GDN-2, mixer", variant="GDN-2", conv=4, l2norm=True, gate="softplus", **LONG),
+    Case("tile-grouped", variant="tile-grouped", gates="many resets", **{**LONG, "K": 2 * CHUNK}),
+    Case("tile-grouped, mixer", variant="tile-grouped", conv=4, l2norm=True, gate="softplus", **{**LONG, "K": 256}),
+    Case("KDA, packed with empties", variant="KDA", layout="packed with empties", **LONG),
     Case("GLA, state [V, K]", variant="GLA", state_layout="vk", **LONG),
 ]  # fmt: skip
 
@@ -162,7 +166,7 @@ def test_cases_hold(case, monkeypatch):
     monkeypatch.setattr(PALLAS_INTERPRET, "run", run)
     monkeypatch.setattr(PALLAS_INTERPRET, "gradients", lambda problem, d: (run(problem), {}))
     report = verify([NAME], full=True, cases=[case], in_process=True)
-    assert all(pipeline(s, Core()).by_channel for s in signatures)
+    assert all(pipeline(s, Core()).widths.decay == max(s.groups, 1) for s in signatures)
     assert signatures
     assert [row for row in report.rows if row.tensor in ("o", "state") and (row.judged or "1.998" in case.name)]
     assert not [row for row in report.rows if not row.ok]

@@ -93,7 +93,12 @@ class Pipeline(NamedTuple):
     @property
     def by_channel(self) -> bool:
         """Whether decays are given channel by channel, and not once a head."""
-        return self.widths.decay > 1
+        return self.widths.decay == self.K
+
+    @property
+    def decays(self) -> int:
+        """Decays of a head, each of as many whole tiles of channels, where they are not by channel."""
+        return 1 if self.by_channel else self.widths.decay
 
     @property
     def packed(self) -> bool:
@@ -200,6 +205,7 @@ class Pipeline(NamedTuple):
         if self.packed:
             scratch += self.U * value_tiles * square * self.v_bytes
         spilled = self.heads * square * 16 * (1 + 2 * self.summands * (kept // 2)) * max(K, V) // LANES
+        spilled += self.heads << 20 if self.by_channel else 0
         return 2 * blocks + self.U * slot + scratch + spilled
 
 
@@ -237,13 +243,16 @@ CHANNEL_HEADS = 8
 def why_not(s: Signature) -> str | None:
     """Why the pipelined kernel is not for a call, whatever the chip, or None."""
     w = widths(s)
-    if w.decay == 1 and not s.has("beta"):
+    if w.decay < s.K and not s.has("beta"):
         return "the pipelined kernel has one decay and one beta a head"
-    if w.decay > 1 and (w.decay, s.K, s.V) != (CHUNK, CHUNK, CHUNK):
-        return "the pipelined kernel takes decays of more than one a head by channel, of heads of 128 x 128"
-    if w.decay > 1 and (w.erase, w.write, w.shared) not in _BY_CHANNEL:
+    if 1 < w.decay < s.K and s.K // w.decay % LANES:
+        return f"groups of {s.K // w.decay} channels are no tiles of {LANES} lanes"
+    by_channel = w.decay == s.K
+    if by_channel and (s.K, s.V) != (CHUNK, CHUNK):
+        return "the pipelined kernel takes decays by channel of heads of 128 x 128"
+    if by_channel and (w.erase, w.write, w.shared) not in _BY_CHANNEL:
         return "the pipelined kernel takes beta, erase and write gates by channel, or neither beside decays by channel"
-    if w.decay > 1 and s.precision == "highest":
+    if by_channel and s.precision == "highest":
         return "the pipelined kernel does not take precision 'highest' with decays by channel"
     if s.chunk_size not in (None, CHUNK):
         return f"chunk_size is {s.chunk_size}, and the pipelined kernel's chunks have {CHUNK} tokens"
@@ -268,7 +277,7 @@ def pipeline(s: Signature, core: Core, every: bool = False, solved: bool = False
     """
     if why_not(s) is not None:
         return None
-    most = CHANNEL_HEADS if widths(s).decay > 1 else tiled(s, core).heads
+    most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, core).heads
     for P in _divisors(s):
         if most >= P * (s.HV // s.H) and _whole(s, P):
             p = _pipeline(s, core, P, every, solved)

@@ -78,22 +78,24 @@ def where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
 def _gate_operands(
     s: Signature, p: Pipeline, g: Array, b: Array | None, w: Array | None, x: dict[str, Array]
 ) -> GateOperands:
-    """As the pipeline takes them: one decay a head, or repeated to one a channel."""
+    """As the pipeline takes them, decays repeated where a call gives fewer."""
     HV = s.HV
     row = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
-    A_log, dt_bias = (x.get(name, jnp.zeros(HV)).astype(jnp.float32) for name in ("A_log", "dt_bias"))
+    A_log, dt_bias = (jnp.ravel(x.get(name, jnp.zeros(HV))).astype(jnp.float32) for name in ("A_log", "dt_bias"))
+
+    def widened(a: Array) -> Array:
+        """[.., HV n] to as many decays as the kernel has."""
+        return jnp.repeat(a, HV * p.widths.decay // a.shape[-1], axis=-1)
+
+    parameters = None
+    if p.inside.gate:
+        parameters = jnp.stack([widened(jnp.exp(A_log) if p.by_channel else A_log), widened(dt_bias)])
+    g, b = widened(row(g)), None if b is None else row(b)
     if not p.by_channel:
-        parameters = jnp.stack([A_log, jnp.ravel(dt_bias)]) if p.inside.gate else None
-        return GateOperands(row(g).astype(jnp.float32), row(b).astype(jnp.float32), None, parameters)
-
-    def channels(a: Array) -> Array:
-        """[.., HV n] as [.., HV K]."""
-        return jnp.repeat(a, HV * s.K // a.shape[-1], axis=-1)
-
-    parameters = jnp.stack([channels(jnp.exp(A_log)), channels(jnp.ravel(dt_bias))]) if p.inside.gate else None
-    if b is not None:
-        b = row(b).astype(jnp.float32) if p.widths.erase == 1 else row(b)
-    return GateOperands(channels(row(g)), b, row(w) if p.widths.write > 1 else None, parameters)
+        g = g.astype(jnp.float32)
+    if b is not None and p.widths.erase == 1:
+        b = b.astype(jnp.float32)
+    return GateOperands(g, b, row(w) if p.widths.write > 1 else None, parameters)
 
 
 def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,11 +39,12 @@ Array = Any
 
 
 class Gates(NamedTuple):
-    """Of one chunk: heads in sublanes and tokens in lanes [heads, C], and what is to be spread from it.
+    """Of one chunk: decays in sublanes and tokens in lanes [decays, C], and what is to be spread from it. A head has
+    one decay, or one for each group of its key channels; heads side by side.
 
     G: base-2 sum of log decays since the last reset; b: gate; into: what a token leaves in the state after the chunk,
-    b 2^(G_C - G), 0 before a reset. As columns to be spread, float32 [C, heads] or bfloat16 pieces side by side
-    [C, 3 heads]: sum, which is G; before, 2^G or 0 behind a reset; run, the number of tokens since the last reset.
+    b 2^(G_C - G), 0 before a reset. As columns to be spread, float32 [C, decays] or bfloat16 pieces side by
+    side [C, 3 decays]: sum, which is G; before, 2^G or 0 behind a reset; run, the number of tokens since a reset.
     """
 
     G: Array
@@ -69,7 +70,7 @@ def _spread_by_xlu(p: Pipeline) -> bool:
 
 
 def _gates(p: Pipeline, g: Array, b: Array) -> list[Gates]:
-    """Of several chunks, from log decays and gates [chunks heads, C]: the chain of rolls is waited for only once.
+    """Of several chunks, from log decays and gates [chunks decays, C]: the chain of rolls is waited for only once.
 
     To each right block of 1, 2, 4, ... tokens the last sum of the left one, as ``spec.stages.decay`` adds them: a gate
     of 0 leaves the sum as it was. ``last`` is the last reset in the token's block, up to it, or -1.
@@ -97,12 +98,13 @@ def _gates(p: Pipeline, g: Array, b: Array) -> list[Gates]:
         exact((lane - last).astype(F32)),  # which bfloat16 holds, too
     ]
     found = []
-    for first in range(0, g.shape[0], p.heads):
-        here = slice(first, first + p.heads)
+    of_chunk = p.heads * p.decays
+    for first in range(0, g.shape[0], of_chunk):
+        here = slice(first, first + of_chunk)
         columns = jnp.concatenate([a[here] for kind in kinds for a in kind], 0).T
         cuts = [0]
         for kind in kinds:
-            cuts.append(cuts[-1] + len(kind) * p.heads)
+            cuts.append(cuts[-1] + len(kind) * of_chunk)
         sum_, before_, run = (columns[:, a:b] for a, b in pairwise(cuts))
         if not by_xlu:
             before_, run = before_.astype(BF16), run.astype(BF16)
@@ -130,7 +132,8 @@ def slot_shapes(p: Pipeline) -> list[Any]:
     """A slot's scratch, in order."""
     wide = lambda rows: pltpu.VMEM((p.heads, p.summands, rows, C), kept(p))  # noqa: E731
     return [
-        pltpu.VMEM((C, p.heads), F32) if _spread_by_xlu(p) else pltpu.VMEM((C, PIECES * p.heads), BF16),
+        pltpu.VMEM((C, p.heads * p.decays), F32) if _spread_by_xlu(p) else
+        pltpu.VMEM((C, PIECES * p.heads * p.decays), BF16),
         wide(C), wide(p.key_lanes), pltpu.VMEM((p.heads, 16, C), F32), wide(16), wide(32), wide(64), wide(C),
         *[pltpu.VMEM((p.P, C, p.key_lanes), kept(p))] * (2 if p.changes_keys else 0),
         *[pltpu.VMEM((p.heads, C, p.value_lanes), F32)] * (1 if p.inside.width else 0),
@@ -154,6 +157,10 @@ def placed(a: Array, key: Span, value: Span) -> Array:
 def _widened(a: Array, lanes: int) -> Array:
     """[rows, C] with every lane of a row alike, to more lanes."""
     return jnp.concatenate([a] * (lanes // C), 1) if lanes > C else a
+
+
+def _sum(terms: Sequence[Array]) -> Array:
+    return sum(terms[1:], terms[0])
 
 
 def write(ref: Any, head: int, parts: Parts, rows: slice = slice(None)) -> None:
@@ -222,12 +229,15 @@ class Chunk:
         if self.u == 0:
             p, x = self.p, self.x
             take = lambda ref, first: ref[0, 0, :, first : first + C]  # noqa: E731
+            rows, n = p.heads * p.decays, p.decays
             g, b = (jnp.concatenate([take(*block) for block in x.blocks[name]], 0) for name in "gb")
+            if n > 1:  # its head's for every decay
+                b = jnp.concatenate([b[i : i + 1] for i in range(b.shape[0]) for _ in range(n)], 0)
             if p.inside.gate:
                 columns = [jnp.concatenate([x.gate[0, :, n : n + 1]] * p.U, 0) for n in range(2)]
                 g = inside.log_decay(p.inside, g, columns)
             if p.masked:
-                chunk, begin, end = lax.div(iota(g.shape, 0), jnp.int32(p.heads)), 0, self.scored[0].end
+                chunk, begin, end = lax.div(iota(g.shape, 0), jnp.int32(rows)), 0, self.scored[0].end
                 for u in range(1, p.U):
                     end = jnp.where(chunk == u, self.scored[u].end, end)
                 if p.packed:
@@ -263,6 +273,16 @@ class Chunk:
         q, k = (self._operand(name, self.p.keys[h]).astype(kept(self.p)) for name in "qk")
         return jnp.concatenate([q, self._rows(self.scored[self.u], k)], 0)
 
+    def _groups(self, h: int) -> list[slice]:
+        """Channels of a key head's lanes that share a decay: all, or whole tiles."""
+        width = self.p.keys[h].lanes // self.p.decays
+        return [slice(n * width, (n + 1) * width) for n in range(self.p.decays)]
+
+    def _spread(self, columns: Array, i: int) -> list[Array]:
+        """A head's columns over the lanes, a decay each."""
+        p = self.p
+        return [spread(columns, p.heads * p.decays, i * p.decays + n) for n in range(p.decays)]
+
     def scores(self) -> Iterator[None]:
         p, slot = self.p, self.slots[self.u]
         heads, both, v, kts, qk, G, run = range(p.heads), [], [], [], [], [], []
@@ -277,8 +297,8 @@ class Chunk:
         for i in heads:
             if p.changes_keys:  # a round later, since they took a while to come about
                 self._score(i, both, kts, qk)
-            G.append(spread(gates.sum, p.heads, i))
-            run.append(spread(gates.run, p.heads, i))
+            G.append(self._spread(gates.sum, i))
+            run.append(self._spread(gates.run, i))
             yield
         for _ in heads:  # what follows writes what ``advance`` reads before
             yield
@@ -287,22 +307,28 @@ class Chunk:
         for i in heads:
             h = i // p.R
             lanes = p.keys[h].lanes
-            seen = distance <= run[i]
-            D = jnp.exp2(jnp.where(seen, G[i] - gates.G[i : i + 1], -jnp.inf)) * gates.b[i : i + 1]
-            write(slot.Aqk, i, halves(p, qk[h][:C] * D))
-            write(slot.kt, i, halves(p, kts[h].astype(F32) * gates.into[i : i + 1]), slice(0, lanes))
-            self._write_blocks(slot, i, qk[h][C:] * D)
+            decayed = []
+            for n, channels in enumerate(self._groups(h)):
+                at = slice(i * p.decays + n, i * p.decays + n + 1)
+                seen = distance <= run[i][n]
+                D = jnp.exp2(jnp.where(seen, G[i][n] - gates.G[at], -jnp.inf)) * gates.b[at]
+                decayed.append((qk[h][n][:C] * D, qk[h][n][C:] * D))
+                write(slot.kt, i, halves(p, kts[h][channels].astype(F32) * gates.into[at]), channels)
+            Aqk, A = map(_sum, zip(*decayed, strict=True))
+            write(slot.Aqk, i, halves(p, Aqk))
+            self._write_blocks(slot, i, A)
             if p.changes_keys and i % p.R == 0:
                 slot.q[h, :, :lanes], slot.k[h, :, :lanes] = both[h][:C], both[h][C:]
             if p.inside.width:
                 slot.v[i, :, : p.values[i].lanes] = v[i]
             yield
 
-    def _score(self, i: int, both: list[Array], kts: list[Array], qk: list[Array]) -> None:
-        """[q; k] k^T, once for the value heads that share them."""
+    def _score(self, i: int, both: list[Array], kts: list[Array], qk: list[list[Array]]) -> None:
+        """[q; k] k^T, a group of channels each, once for the value heads that share them."""
         if i % self.p.R == 0:
-            kts.append(both[i // self.p.R][C:].T)
-            qk.append(dot(both[i // self.p.R], kts[-1]))
+            rows, kt = both[i // self.p.R], both[i // self.p.R][C:].T
+            kts.append(kt)
+            qk.append([dot(rows[:, n], kt[n]) for n in self._groups(i // self.p.R)])
 
     def _write_blocks(self, slot: Slot, i: int, A: Array) -> None:
         """The blocks of A that the inverse is built from, each level's side by side."""
@@ -415,16 +441,18 @@ class Chunk:
                     if p.changes_keys
                     else [self._head(name, key).astype(kept(p)) for name in ("q_late", "k_late")]
                 )
-                wide = dot(jnp.concatenate(keys, 0), jnp.concatenate([a.astype(kept(p)) for a in S[h * p.R :]], 1))
+                qk, states = jnp.concatenate(keys, 0), jnp.concatenate([a.astype(kept(p)) for a in S[h * p.R :]], 1)
+                wide = [dot(qk[:, n], states[n]) for n in self._groups(h)]
                 for value in p.values[h * p.R : i + 1]:
-                    from_state.append(wide[:, first : first + value.lanes])
+                    from_state.append([a[:, first : first + value.lanes] for a in wide])
                     first += value.lanes
-            before.append(spread(slot.before[...], p.heads, i))
+            before.append([_widened(a, p.values[i].lanes) for a in self._spread(slot.before[...], i)])
             yield
         for i in heads:
             value = p.values[i]
+            held = _sum([a[C:] * d for a, d in zip(from_state[i], before[i], strict=True)])
             v = slot.v[i, :, : value.lanes] if p.inside.width else self._head("v_late", value).astype(F32)
-            rest = self._rows(self.advanced, v - from_state[i][C:] * _widened(before[i], value.lanes))
+            rest = self._rows(self.advanced, v - held)
             u.append(product(p, read(slot.M, i), halves(p, rest)))
             if p.solved:
                 for n, (inverse, part) in enumerate(zip(read(slot.M, i), halves(p, u[i]), strict=True)):
@@ -438,14 +466,16 @@ class Chunk:
         out: dict[int, Array] = {}
         for i in heads:
             value = p.values[i]
-            decay = _widened(before[i], value.lanes)
-            o = (from_state[i][:C] * decay + u[i][:C]) * p.scale
+            read_out = _sum([a[:C] * d for a, d in zip(from_state[i], before[i], strict=True)])
+            o = (read_out + u[i][:C]) * p.scale
             for n in range(value.tiles):
                 tile, part = value.first + n, o[:, n * C : (n + 1) * C]
                 out[tile] = out[tile] + part if tile in out else part
                 if i == p.heads - 1 or p.values[i + 1].first > tile:  # nobody else has lanes in it
                     self._give(tile, out.pop(tile))
-            x.states[self.u + 1][i, : p.keys[i // p.R].lanes, : value.lanes] = S[i] * decay[C - 1 :] + u[i][C:]
+            kept_rows = [S[i][n] * d[C - 1 :] for n, d in zip(self._groups(i // p.R), before[i], strict=True)]
+            S_next = (jnp.concatenate(kept_rows, 0) if len(kept_rows) > 1 else kept_rows[0]) + u[i][C:]
+            x.states[self.u + 1][i, : p.keys[i // p.R].lanes, : value.lanes] = S_next
             yield
 
     def _give(self, tile: int, o: Array) -> None:

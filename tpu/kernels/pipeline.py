@@ -249,9 +249,9 @@ class Channels(NamedTuple):
 
 
 class GateOperands(NamedTuple):
-    """g: log decay, or the gate's raw projection; b: beta, or erase gates; w: write gates. One a head [B, T, HV]
-    float32, or by channel [B, T, HV 128] in any float, None where the widths say so. parameters of the gate, where it
-    is inside: A_log and dt_bias of heads [2, HV], or exp(A_log) and dt_bias of channels [2, HV 128], float32.
+    """g: log decay, or the gate's raw projection; b: beta, or erase gates; w: write gates. As many a head as the widths
+    say [B, T, HV n], float32 or, by channel, any float; None where they say 0, or w is b. parameters of the gate, where
+    it is inside: A_log and dt_bias of each decay [2, HV n] float32, or by channel exp(A_log) and dt_bias.
     """
 
     g: Array
@@ -341,16 +341,16 @@ def forward(
     for name, a, width in (("g", gates.g, p.widths.decay), ("b", gates.b, p.widths.erase), ("w", gates.w, p.V)):
         if not _has(p, name):
             continue
-        if width > 1:
+        if p.by_channel and width > 1:
             channels(name, Channels(a, 0), p.heads * width, tokens, now, sequence)
             continue
-        rows = jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads, p.T))
-        block(name, rows, (1, 1, p.heads, tokens), now, lambda r, h, c, n: (r, h, 0, c))
+        rows = jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.groups, p.heads * width, p.T))
+        block(name, rows, (1, 1, p.heads * width, tokens), now, lambda r, h, c, n: (r, h, 0, c))
     if gates.parameters is not None and p.by_channel:
         channels("gate", Channels(gates.parameters, 0), p.heads * p.K, 2, now, lambda r, h, c, n: (0, h), many=False)
     elif gates.parameters is not None:
-        columns = jnp.reshape(gates.parameters.T, (p.groups, p.heads, 2))
-        block("gate", columns, (1, p.heads, 2), now, lambda r, h, c, n: (h, 0, 0), many=False)
+        columns = jnp.reshape(gates.parameters.T, (p.groups, p.heads * p.decays, 2))
+        block("gate", columns, (1, p.heads * p.decays, 2), now, lambda r, h, c, n: (h, 0, 0), many=False)
     if p.starts or not p.packed:
         block("S_first", S, (1, p.heads, p.K, p.V), _late, lambda r, h, c, n: (n, h, 0, 0))
 
