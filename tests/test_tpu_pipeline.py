@@ -28,6 +28,14 @@ LONG = {"K": CHUNK, "V": CHUNK, "T": UNITS * CHUNK + 88, "H": 1, "HV": 2, "dtype
 NAME = "pallas-interpret"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_fast():
+    """Interpreted, the kernel is a large program that runs once: not worth what XLA would take to optimise it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True)
 def registered():
     before = {b.name: b for b in dispatch.backends()}

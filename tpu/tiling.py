@@ -20,6 +20,10 @@ __all__ = ["FILE", "Entry", "best", "entries", "trying"]
 FILE = Path(__file__).with_suffix(".json")
 
 
+#: Chips with the matrix unit of another one that the table has.
+LIKE = {"v4": "v5e", "v5p": "v5e"}
+
+
 class Entry(NamedTuple):
     """A schedule that was compiled: ``cycles`` for each value head and 128 tokens, with the prologue inside or not."""
 
@@ -69,5 +73,5 @@ def _nearest(chip: str, precision: str, inside: bool, key_dim: int, value_dim: i
 
 def best(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
     """The schedule with the fewest cycles of the chip (or any) for the nearest dims, precision and prologue."""
-    found = _nearest(chip, precision, inside, key_dim, value_dim)
+    found = _nearest(LIKE.get(chip, chip), precision, inside, key_dim, value_dim)
     return found._replace(heads=_tried[-1], cycles=0) if _tried else found
