@@ -18,7 +18,7 @@ from .. import door
 from ..spec import stages as st
 from ..spec.chunkwise import stage_chunk
 from ..spec.evaluate import FLOAT64, PowersOf2, decay_base2, matmul
-from ..spec.precision import Rounding, rounded_product
+from ..spec.precision import BITS, Rounding, rounded_product, stochastic_round
 from ..spec.probe import probe_prepared
 from ..spec.problem import Problem, Signature
 from ..spec.prologue import Prepared, prepare
@@ -113,7 +113,10 @@ class StageTruth:
     def _run(self, rounding: Rounding, rng: np.random.Generator) -> Stages:
         s = self.problem.signature
         if not rounding.exact:
-            found = probe_prepared(xp, rounded_product(rounding, rng), s, self._prepared, self.chunk)
+            # Queries and keys may be rounded once, before all products, and then meet the gates as they are.
+            p = self._prepared
+            p = p._replace(q=_rounded(p.q, "q", rounding, rng), k=_rounded(p.k, "k", rounding, rng))
+            found = probe_prepared(xp, rounded_product(rounding, rng), s, p, self.chunk)
             return _cropped(found, s, self.chunk)
         p, back = _shuffled(prepare(xp, *self.problem), s, rng)
         namespace: Any = xp
@@ -137,6 +140,11 @@ class StageTruth:
         before, after = (S[..., back, :] for S in found["state"])
         found |= {"decay": (G, count), "wy": (U, None if W is None else W[..., back]), "state": (before, after)}
         return _cropped(found, s, self.chunk)
+
+
+def _rounded(a: np.ndarray, name: str, rounding: Rounding, rng: np.random.Generator) -> np.ndarray:
+    kept = rounding.operands.get(name, "float32")
+    return a if kept == "float32" else stochastic_round(a, BITS[kept], rng)
 
 
 def _shuffled(p: Prepared, s: Signature, rng: np.random.Generator) -> tuple[Prepared, np.ndarray]:
