@@ -69,7 +69,7 @@ def loss_gradients(x):
 # values
 
 
-@pytest.mark.parametrize("variant", ["GDN", "DeltaNet"])
+@pytest.mark.parametrize("variant", ["GDN", pytest.param("DeltaNet", marks=pytest.mark.slow)])
 def test_gradients_are_the_oracle_s(variant):
     x = make(variant, state=True)
     d = cotangents(x)
@@ -184,6 +184,7 @@ def test_it_holds_in_the_interpreter_that_models_memories(packed, monkeypatch):
 # transformations
 
 
+@pytest.mark.slow
 def test_vmap_of_gradients():
     x = make(state=True, B=1)
     many = {name: jnp.stack([a, 0.5 * a]) for name, a in arrays(x).items()}
@@ -287,3 +288,17 @@ def test_long_rows_have_a_kernel_of_their_own():
         assert not np.any(late[name][:, :200]), name
     assert not np.any(found["g"][:, 200])
     assert not np.any(found["g"][:, 0])
+
+
+@pytest.mark.slow
+def test_long_rows_in_the_interpreter_that_models_memories(monkeypatch):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    x = long_rows(T=290)
+    pull = lambda x: jax.grad(lambda x: pg.gated_delta_rule(**x, backend=NAME)[0].astype(jnp.float32).sum())(x)  # noqa: E731
+    want = on_host(jax.jit(pull)(x))
+    monkeypatch.setenv(INTERPRETER, "tpu")
+    for name, value in on_host(jax.jit(lambda x: pull(x))(x)).items():
+        a, b = value.astype(np.float64), want[name].astype(np.float64)
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b), name
+    assert not interpret_pallas_call.races.races_found
