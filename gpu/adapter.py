@@ -62,7 +62,7 @@ def run(problem: Problem) -> Result:
         )
     with torch.autocast(like.device.type, enabled=False):  # it would round what must not be rounded
         call = ready(s, x)
-        bounds, differentiated = x.get("cu_seqlens"), any(a.requires_grad for a in x.values())
+        bounds, differentiated = x.get("cu_seqlens"), any(getattr(a, "requires_grad", False) for a in x.values())
         compute = one_operation if torch.compiler.is_compiling() else apply
         recurs = one_token(s) and not (torch.is_grad_enabled() and differentiated)
         rule = rule_of(s, call.raw, *settings_of(s))
