@@ -25,7 +25,7 @@ from portable_gdn.tpu.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, Kim
 
 EPS = float(np.finfo(np.float32).eps)
 LAYERS = ("qwen3_next", "kimi_linear", "fla_gdn2_layer")
-MORE = ("qwen3_5_text", "olmo_hybrid", "fla_gated_deltanet_ungated", "fla_kda", "bailing_hybrid")
+MORE = ("olmo_hybrid", "bailing_hybrid")
 run = nnx.jit(lambda layer, x, state=None: layer(x, state=state, output_final_state=True))
 step = nnx.jit(lambda layer, x, state: layer.step(x, state))
 
@@ -128,7 +128,7 @@ def test_a_layer_is_what_its_formula_says(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "fla_gdn2_layer"])
+@pytest.mark.parametrize("name", ["qwen3_next"])
 def test_packed_sequences_continued_ones_and_padding(name):
     layer, _ = layer_and_leaves(name)
     x = text()

@@ -21,7 +21,7 @@ def _serve() -> None:
     from ...spec.errors import GdnError
     from ..plan import read
     from ..reader import Checkpoint
-    from .oracle import hide_fla, layers_alone, whole_model
+    from .oracle import hide_fla, layer_by_layer, layers_alone, whole_model
     from .ours import compare, compare_logits
 
     order = json.loads(sys.stdin.read())
@@ -29,7 +29,9 @@ def _serve() -> None:
         hide_fla()
         for job in order["jobs"]:
             source = read(Checkpoint(Path(job["source"])), job["family"])
-            original = whole_model(source) if job["whole"] else layers_alone(source)
+            original = {"whole": whole_model, "layer by layer": layer_by_layer, "alone": layers_alone}[job["how"]](
+                source
+            )
             for port, backend in product(job["ports"], order["backends"]):
                 for number, what, error in compare(Path(port), original, backend):
                     code = original.layers[number].code
