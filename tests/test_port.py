@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from portable_gdn.checkpoint import back, port, run
 from portable_gdn.checkpoint.plan import plan_port, read
 from portable_gdn.checkpoint.reader import Checkpoint
+from portable_gdn.checkpoint.report import formats
 from portable_gdn.cli.main import app
 from portable_gdn.spec.errors import GdnError
 
@@ -524,6 +525,19 @@ def test_trained_weights_go_back_and_are_listed(tmp_path):
     write_file(path, x)
     with pytest.raises(GdnError, match="not in the port"):
         back(tmp_path / "out", tmp_path / "never")
+
+
+def test_the_page_of_formats_is_what_the_tables_say():
+    page = Path(__file__).parent.parent / "docs" / "checkpoint-formats.md"
+    assert page.read_text() == formats(), "python -m portable_gdn.checkpoint.report > docs/checkpoint-formats.md"
+
+
+def test_equal_thirds_of_a_convolution_are_recognised(tmp_path):
+    """What transformers 5.24 saves for OLMo-Hybrid, whose keys and values differ in width."""
+    found = facts("olmo_hybrid")
+    x = tensors({n: [64, 1, 4] if "conv1d" in n else shape for n, shape in found["tensors"].items()})
+    with pytest.raises(GdnError, match="equal thirds"):
+        port(save(tmp_path / "src", x, found["config"]), tmp_path / "out", "jax")
 
 
 # --- the command line ----------------------------------------------------------------------------------------------

@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from .families import ALL
+from .families.family import MIXER_PIECES
 from .plan import Output, Plan
+from .table import Entry
+from .targets import jax, maxtext
 
-__all__ = ["describe_plan"]
+__all__ = ["describe_plan", "formats"]
 
 _NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 
@@ -87,3 +91,38 @@ def _outputs(outputs: list[Output]) -> list[dict[str, Any]]:
         }
         for (template, dtype), members in groups.items()
     ]
+
+
+def formats() -> str:
+    """Every table's rows of linear-attention layers, as a page of the documentation."""
+    text = [
+        "# How each format lays out a linear-attention layer",
+        "",
+        "Written by `python -m portable_gdn.checkpoint.report`, from the tables that ports are made by. Layouts "
+        "are those of",
+        "`portable_gdn/checkpoint/layout.py`: axes between commas, an axis as a product of dims, pieces in "
+        "parentheses one after",
+        "the other. Hk key heads, R value heads per key head, Dk and Dv their widths, E hidden, W taps, others "
+        "by tensor.",
+    ]
+    for family in ALL:
+        text += ["", f"## {family.title} (`{family.name}`)", "", *_rows(family.table)]
+        if family.zero_centred:
+            text += ["", f"Norms that multiply by 1 + w: {', '.join(family.zero_centred)}."]
+        for rule in family.rules:
+            where = "into the tree" if rule.tree else "into the side file"
+            text += ["", f"Carried over unchanged, {where}: {rule.name}, `{rule.pattern}`."]
+    text += ["", "## Our tree (`jax`, `nnx`, `orbax`)", "", *_rows(jax.TABLE)]
+    tree = maxtext.maxtext_dialect(ALL[0], "unscanned", None)
+    text += ["", "## MaxText, unscanned (`maxtext`)", "", *_rows(tree.entries), ""]
+    return "\n".join(text)
+
+
+def _rows(table: Iterable[Entry]) -> list[str]:
+    shown = [entry for entry in table if MIXER_PIECES.issuperset(entry.layout.pieces) and entry.layer < 0]
+    bar = lambda text: text.replace("|", r"\|")  # noqa: E731 - a bar would end the cell
+    return ["| tensor | layout |", "|---|---|", *(f"| `{e.name}` | `{bar(e.layout.text)}` |" for e in shown)]
+
+
+if __name__ == "__main__":
+    print(formats(), end="")

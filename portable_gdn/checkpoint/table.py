@@ -311,6 +311,17 @@ def _misfit(name: str, spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> st
             f"to the norms' "
             f"weights, so this checkpoint must be ported from the original instead."
         )
+    widths = [sizes.get(dim) for dim in ("Hk", "R", "Dk", "Dv")]
+    if name.endswith("_conv1d.weight") and None not in widths:
+        Hk, R, Dk, Dv = widths
+        if 3 * shape[0] == 2 * Hk * Dk + Hk * R * Dv:  # type: ignore[operator]
+            return (
+                f"{name} has {shape[0]} rows, a third of all: transformers' save_pretrained cuts the joined "
+                f"convolution "
+                f"into equal thirds where keys and values differ in width; it must be split at the heads' "
+                f"widths instead, "
+                f"as the original release has it."
+            )
     text = entry.layout.text
     known = ", ".join(f"{d} = {n}" for d, n in sizes.items() if re.search(rf"\b{d}\b", text))
     return f"{name} has shape {shape}; it must be laid out as '{text}'" + (f" with {known}." if known else ".")
