@@ -578,6 +578,20 @@ def test_commands_in_words(tmp_path):
             cli("port", source, tmp_path / "new", *wrong)
 
 
+def test_an_interrupted_command_says_that_it_continues(tmp_path, monkeypatch):
+    source = checkpoint(tmp_path / "src", "olmo_hybrid")
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_put", stop)
+        result = CliRunner().invoke(app, ["port", str(source), str(tmp_path / "out"), "--to", "jax"])
+    assert result.exit_code == 130
+    assert "continues" in result.stderr
+    cli("port", source, tmp_path / "out", "--to", "jax")
+
+
 def cli_port(tmp_path: Path, source: Path) -> Path:
     cli("port", source, tmp_path / "out", "--to", "nnx")
     return tmp_path / "out"

@@ -30,6 +30,8 @@ PACKAGES = {  # distribution: the extra that brings it
     "flash-linear-attention": "gpu",
     "transformers": "checkpoints",
     "safetensors": "checkpoints",
+    "flax": "nnx",
+    "orbax-checkpoint": "nnx",
 }
 
 

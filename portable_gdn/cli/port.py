@@ -106,7 +106,7 @@ def port(
         facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout, base=base))
         print_json(facts) if as_json else _print_plan(facts)
         return
-    with _bar("back" if back else "port") as update:
+    with _resumable(), _bar("back" if back else "port") as update:
         if back:
             outcome = porting.back(source, target, lossy=lossy, progress=update, dry_run=dry_run)
         else:
@@ -182,6 +182,16 @@ _HOW = {
     "bytes, and run": "with the source's bytes and dtype, and run in a layer beside the original's",
     "differs": "that differ",
 }
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Say after Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        messages.print("portable-gdn: interrupted; the same command continues behind the last finished file.")
+        raise typer.Exit(130) from None
 
 
 @contextmanager
