@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..pipeline_plan import Pipeline
 from . import inside, phases
 from .decays import doubled, joined, split
-from .halves import BF16, F32, PIECES, C, Parts, dot, halves, iota, pieces, product, spread
+from .halves import BF16, F32, PIECES, C, Parts, dot, each, halves, iota, pieces, product, spread
 from .phases import read, write
 
 __all__ = ["Chunk", "Slot", "slot_shapes"]
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
     """Scratch of one chunk, from ``scores`` to ``advance``; Aqk, and all from packed on, as in ``phases.Slot``."""
 
     Aqk: Any
-    kt: Any  # [heads, C, C] bfloat16: keys decayed to the chunk's end, transposed
+    kt: Any  # [heads, n, C, C]: keys decayed to the chunk's end, transposed, and with beta
     reads: Any  # [heads, 2 C, C] bfloat16: q, and below it e, decayed from the chunk's start
     total: Any  # [C, pieces heads] bfloat16: columns of the whole chunk's decay
     v: Any = None  # [heads, C, C] float32: what is written, where it is not v as it lies in HBM
@@ -57,7 +57,7 @@ def slot_shapes(p: Pipeline) -> list[Any]:
     nothing = pltpu.VMEM((8, C), F32)
     erase = p.widths.erase > 0
     return [
-        wide(C), kept(C, BF16), kept(2 * C if erase else C, BF16), pltpu.VMEM((C, PIECES * p.heads), BF16),
+        wide(C), wide(C), kept(2 * C if erase else C, BF16), pltpu.VMEM((C, PIECES * p.heads), BF16),
         kept(C, F32) if p.keeps_values else nothing,
         *([kept(16, F32), wide(16), wide(32), wide(64), wide(C)] if erase else []),
     ]  # fmt: skip
@@ -141,16 +141,19 @@ class Chunk(phases.Chunk):
             size *= 2
         out = [self._beside(a, x, size // 2) for a, x in zip(out, corners, strict=True)]
         kept = key * Q
-        kt = kept.astype(BF16).T if beta is None else (kept.T * beta).astype(BF16)
+        # Keys are rounded once, before beta, which is as exact as what it scales.
+        kt = kept.astype(BF16).T.astype(F32)
+        kt = halves(p, kt if beta is None else kt * beta)
         out = out if beta is None else [a * beta for a in out]
         if p.widths.erase:
             self._write_blocks(self.slots[self.u], i, out[1])
         yield halves(p, out[0]), kt, jnp.concatenate([(x * P).astype(BF16) for x in rows], 0), written
 
-    def _keep(self, i: int, Aqk: Parts, kt: Array, reads: Array, written: Array | None) -> None:
+    def _keep(self, i: int, Aqk: Parts, kt: Parts, reads: Array, written: Array | None) -> None:
         slot = self.slots[self.u]
         write(slot.Aqk, i, Aqk)
-        slot.kt[i], slot.reads[i] = kt, reads
+        write(slot.kt, i, kt)
+        slot.reads[i] = reads
         if written is not None:
             slot.v[i] = written
 
@@ -194,12 +197,8 @@ class Chunk(phases.Chunk):
             u.append(product(p, read(slot.M, i), halves(p, rest)) if p.widths.erase else rest)
             yield
         for i in heads:
-            parts = halves(p, u[i])
-            if len(parts) == 1:
-                u[i] = dot(jnp.concatenate([slot.Aqk[i, 0], slot.kt[i]], 0), parts[0])
-            else:  # keys are rounded once, whatever else is not
-                wide = dot(slot.kt[i], jnp.concatenate(parts, 1))
-                u[i] = jnp.concatenate([product(p, read(slot.Aqk, i), parts), wide[:, :C] + wide[:, C:]], 0)
+            both = each(lambda a, b: jnp.concatenate([a, b], 0), read(slot.Aqk, i), read(slot.kt, i))
+            u[i] = product(p, both, halves(p, u[i]))
             yield
         for i in heads:
             self._give(i, (from_state[i][:C] + u[i][:C]) * p.scale)
