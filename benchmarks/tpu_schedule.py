@@ -41,9 +41,8 @@ class Entry(NamedTuple):
         """Its name in the file."""
         s = self.shape
         words = [self.op, self.variant, *(["fused"] if self.fused else []), self.precision]
-        return (
-            " ".join(words) + f" B={s.batch} T={s.seqlen} {s.heads}/{s.value_heads} {s.key_dim}x{s.value_dim} {s.dtype}"
-        )
+        words += [f"B={s.batch} T={s.seqlen}", *([f"N={s.sequences}"] if s.sequences else [])]
+        return " ".join([*words, f"{s.heads}/{s.value_heads} {s.key_dim}x{s.value_dim} {s.dtype}"])
 
 
 LONG = Shape(seqlen=8192)
@@ -58,6 +57,7 @@ ENTRIES = (
     *(Entry("forward", "gdn", False, precision, LONG) for precision in ("fast", "default")),
     Entry("forward", "gdn", False, "default", LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256)),
     Entry("forward", "gdn", False, "default", LONG._replace(key_dim=64, value_dim=64)),
+    *(Entry("forward", "gdn", True, precision, GROUPED._replace(sequences=8)) for precision in ("fast", "default")),
     Entry("forward", "delta", False, "default", LONG),
 )
 
@@ -111,6 +111,7 @@ def table(figures: dict[str, Any], made_with: str) -> str:
             continue
         s = entry.shape
         what = f"{entry.op} {entry.variant}{', fused' if entry.fused else ''}"
+        what += f", {s.sequences} packed" if s.sequences else ""
         what += f", {s.heads}/{s.value_heads} heads, {s.key_dim} x {s.value_dim}"
         cells = [f"{row[c]['cycles_per_head_128']}" if isinstance(row.get(c), dict) else "-" for c in CHIPS]
         lines.append(f"| {what} | {entry.precision} | " + " | ".join(cells) + " |")
