@@ -303,6 +303,7 @@ def explain(
     state_layout: str = "kv",
     deterministic: bool = False,
     check_values: bool = False,
+    output_states_every: int | None = None,
     backend: str | None = None,
 ) -> dispatch.Explanation:
     """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.

@@ -52,6 +52,7 @@ def _rule(
     state_layout="kv",
     deterministic=False,
     check_values=False,
+    output_states_every=None,
     backend=None,
 ): ...
 
@@ -69,7 +70,15 @@ def test_signature_of_the_step():
     form = _form(pg.gated_delta_rule_step)
     assert form[:4] == _form(_rule)[:4]
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in form[4:])
-    whole = {"initial_state", "output_final_state", "cu_seqlens", "segment_ids", "mask", "chunk_size"}
+    whole = {
+        "initial_state",
+        "output_final_state",
+        "cu_seqlens",
+        "segment_ids",
+        "mask",
+        "chunk_size",
+        "output_states_every",
+    }
     want = {name: default for name, _, default in _form(_rule)[4:] if name not in whole} | {"state": None}
     assert {name: default for name, _, default in form[4:]} == want
 

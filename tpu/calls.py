@@ -22,7 +22,7 @@ from .kernels.backward import RuleGradients, backward
 from .kernels.forward import PROBED, forward
 from .kernels.reverse import reverse
 from .pipeline_plan import Pipeline, pipeline
-from .pipelined import by_pipeline, core, where_sequences_are
+from .pipelined import by_pipeline, core
 from .plan import CHUNK, Plan, backward_plan, plan
 from .reverse_plan import Reverse, reverse_plan
 
@@ -258,7 +258,6 @@ def _by_plain_kernel(
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
     o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
-    o = where_sequences_are(s, bounds, o)
     return (
         finish(jnp, s, operands, o),
         swap_state(jnp, s, state) if s.output_final_state else None,
@@ -288,11 +287,19 @@ def _by_backward_kernel(
     else:
         rule = _rule_operands(s, p, x)
         d = backward(p, *rule, kept["S"], dO, dS, bounds, dtypes=dtypes, interpret=interpret, stages=stages)
-    q, k, v, g, b = (where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
+    q, k, v, g, b = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
     b = b[..., None]
     return pull(
         Prepared(q, k, v, g[..., None], b, jnp.zeros_like(b), None if x.S is None else d.S, None, d_conv_state)
     )[0]
+
+
+def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
+    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
+    if bounds is None:
+        return x
+    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
+    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:

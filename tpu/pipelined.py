@@ -12,7 +12,7 @@ from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
 from .pipeline_plan import Core, Pipeline
 
-__all__ = ["by_pipeline", "core", "where_sequences_are"]
+__all__ = ["by_pipeline", "core"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
@@ -61,18 +61,9 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     o, state, kept = forward(
         p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )
-    o = where_sequences_are(s, x.get("cu_seqlens"), o)
     if p.every and not p.solved:
         kept["S"] = jnp.reshape(kept["S"], (-1, *kept["S"].shape[2:]))
     return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), kept
-
-
-def where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
-    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
-    if bounds is None:
-        return x
-    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
-    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
 
 
 def _gate_operands(

@@ -62,13 +62,20 @@ def trying(heads: int) -> Iterator[None]:
         _tried.pop()
 
 
+#: What more heads must gain: their program is longer, and so is its compilation.
+WORTH = 0.98
+
+
 @cache
 def _nearest(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
     def distance(e: Entry) -> tuple[float, ...]:
         dims = abs(log2(e.key_dim / key_dim)) + abs(log2(e.value_dim / value_dim))
-        return e.chip != chip, dims, e.precision != precision, e.inside != inside, e.cycles
+        return e.chip != chip, dims, e.precision != precision, e.inside != inside
 
-    return min(entries(), key=distance)
+    least = min(map(distance, entries()))
+    near = [e for e in entries() if distance(e) == least]
+    least_cycles = min(e.cycles for e in near)
+    return min((e for e in near if e.cycles * WORTH <= least_cycles), key=lambda e: e.heads)
 
 
 def best(chip: str, precision: str, inside: bool, key_dim: int, value_dim: int) -> Entry:
