@@ -57,7 +57,6 @@ ENTRIES = (
     *(Entry("forward", "gdn", False, precision, LONG) for precision in ("fast", "default")),
     Entry("forward", "gdn", False, "default", LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256)),
     Entry("forward", "gdn", False, "default", LONG._replace(key_dim=64, value_dim=64)),
-    *(Entry("forward", "gdn", True, precision, GROUPED._replace(sequences=8)) for precision in ("fast", "default")),
     Entry("forward", "delta", False, "default", LONG),
 )
 
