@@ -70,14 +70,17 @@ class KernelProduct:
 def exact_sums(ones: Array, x: Array) -> Array:
     """ones x, [M, K] of zeros and ones with x [.., K, N] float32: sums of rows, in float32 whatever the precision.
 
-    Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact.
+    Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact. Pieces are cut off
+    by their bits: XLA, which compiles interpreted kernels, may leave out a rounding to bfloat16 that it sees.
     """
     lead, x = x.shape[:-2], _flat(x, x.shape[:-2])
     ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (x.shape[0], *ones.shape))
     pieces = []
     for _ in range(3):
-        pieces.append(x.astype(jnp.bfloat16))
-        x = x - pieces[-1].astype(jnp.float32)
+        upper = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
+        piece = lax.bitcast_convert_type(upper, jnp.float32)
+        pieces.append(piece.astype(jnp.bfloat16))
+        x = x - piece
     out = _dot("nn", ones, pieces[0]) + (_dot("nn", ones, pieces[1]) + _dot("nn", ones, pieces[2]))
     return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
