@@ -50,7 +50,10 @@ def test_every_designed_case_holds_is_refused_or_is_known():
     cases = [case for case in (*designed(), *recorded()) if case.name not in long]
     report = verify(["fla-interpret"], full=True, cases=cases)
     assert report.ok, [row for row in report.rows if not row.ok]
-    assert {row.case for row in report.rows if not row.judged} <= {"one key, beta 1.998, bfloat16"}
+    # A head's gradient of dt_bias is a sum that cancels, which states kept in 16 bits move by a tenth.
+    cancels = ("softplus gate", "grad_dt_bias")
+    unjudged = {row.case for row in report.rows if not row.judged and (row.case, row.tensor) != cancels}
+    assert unjudged <= {"one key, beta 1.998, bfloat16"}
     for item in report.not_run:
         assert "resets (below -104) of single channels" in item.why
 
