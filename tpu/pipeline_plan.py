@@ -211,6 +211,8 @@ class Pipeline(NamedTuple):
 
 #: Chunks of a grid step of the pipeline: at least its depth.
 UNITS = 4
+#: Bytes of VMEM that a chip must have: with a v4's 16 MiB the compiler finds no room for what it spills.
+LEAST_VMEM = 32 << 20
 #: Tokens from which on it costs less than the other kernel, which works on no chunk that is not there.
 SHORTEST_ROW = 2 * CHUNK + 1
 
@@ -275,7 +277,7 @@ def pipeline(s: Signature, core: Core, every: bool = False, solved: bool = False
     As many heads share a grid step as ``tiling`` found best, or as VMEM holds. ``every``: with the state before each
     chunk; ``solved``: and its inverse and u.
     """
-    if why_not(s) is not None:
+    if why_not(s) is not None or core.vmem < LEAST_VMEM:
         return None
     most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, core).heads
     for P in _divisors(s):
