@@ -56,8 +56,8 @@ def test_which_calls_it_takes():
         signature(erase=(), write=(128,)),
     ):  # fmt: skip
         assert pipeline(other, core) is None
-    assert pipeline(signature(), Core(vmem=16 << 20)).P < 8
-    assert pipeline(signature(), Core(vmem=4 << 20)) is None
+    assert pipeline(signature(), Core(vmem=40 << 20)).P < 8
+    assert pipeline(signature(), Core(vmem=16 << 20)) is None
 
 
 def operands(variant="KDA", T=LONG["T"], HV=1, seed=0):

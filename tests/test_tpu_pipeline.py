@@ -83,6 +83,7 @@ def test_which_calls_it_takes():
         signature(T=2 * CHUNK), signature(K=60), signature(V=257), signature(chunk_size=64), signature(H=3, HV=30),
     ):  # fmt: skip
         assert pipeline(other, core) is None
+    assert pipeline(signature(precision="highest", H=16, HV=16, V=256), Core(vmem=40 << 20)).heads < 8
     assert pipeline(signature(), Core(vmem=16 << 20)) is None
 
 
