@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec.torch_tensors import register_gradient
 from . import interpreter
 from .families import Rule
 from .operations import Operands
@@ -85,29 +86,4 @@ def _backward(
     ]
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_rule.register_fake
-def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
-    return _empty(v), _empty(S)
-
-
-@_backward.register_fake
-def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
-    return [_empty(a) for a in (q, k, v, g, b, w, S) if a is not None]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.constants = inputs[9:13]
-
-
-def _gradient(ctx: Any, dO: Any, dS: Any) -> Any:
-    tensors = ctx.saved_tensors
-    found = iter(_backward(*tensors, *ctx.constants, dO.contiguous(), dS.contiguous()))
-    return (*[None if a is None else next(found) for a in tensors[:7]], *[None] * 7)
-
-
-_rule.register_autograd(_gradient, setup_context=_setup_context)
+register_gradient(_rule, _backward, constants=4)

@@ -21,7 +21,7 @@ from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.sequences import place
-from ..spec.torch_tensors import boundaries_as_tensor, on_host
+from ..spec.torch_tensors import boundaries_as_tensor, on_host, register_gradient
 
 __all__ = ["probe", "run"]
 
@@ -317,29 +317,4 @@ def _operation_backward(
     return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_operation.register_fake
-def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
-    return _empty(v), _empty(S)
-
-
-@_operation_backward.register_fake
-def _(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
-    return [_empty(a) for a in (q, k, v, g, b, w, S) if a is not None]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.size = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradient(ctx: Any, dO: Any, dS: Any) -> Any:
-    tensors = ctx.saved_tensors
-    found = iter(_operation_backward(*tensors, ctx.scale, ctx.size, dO.contiguous(), dS.contiguous()))
-    return (*[None if a is None else next(found) for a in tensors[:7]], None, None, None, None)
-
-
-_operation.register_autograd(_gradient, setup_context=_setup_context)
+register_gradient(_operation, _operation_backward, constants=2)

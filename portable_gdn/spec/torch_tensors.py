@@ -10,7 +10,7 @@ import numpy as np
 from .evaluate import DIFFERENTIABLE
 from .problem import Problem, Result
 
-__all__ = ["boundaries_as_tensor", "from_numpy", "gradients", "on_host", "to_numpy"]
+__all__ = ["boundaries_as_tensor", "from_numpy", "gradients", "on_host", "register_gradient", "to_numpy"]
 
 Tensor = Any
 
@@ -77,3 +77,37 @@ def gradients(
         )
     grads = {name: torch.zeros_like(a) if d is None else d for (name, a), d in zip(smooth.items(), found, strict=True)}
     return Result(*(None if a is None else a.detach() for a in result)), grads
+
+
+def register_gradient(operation: Any, backward: Any, constants: int) -> None:
+    """Tell torch.compile what an operation of the rule returns, and autograd what its gradient is.
+
+    Args:
+        operation: takes the tensors q, k, v, g, b, w, S, boundaries and starts, then constants; returns o and states.
+        backward: takes the same tensors and the first of the constants, then the cotangents of o and states; returns
+            those of the tensors up to S that are there.
+        constants: how many of them the backward operation takes.
+    """
+    import torch
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def outputs(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+        return empty(v), empty(S)
+
+    def cotangents(q: Any, k: Any, v: Any, g: Any, b: Any, w: Any, S: Any, *rest: Any) -> Any:
+        return [empty(a) for a in (q, k, v, g, b, w, S) if a is not None]
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:9])
+        ctx.constants, ctx.others = inputs[9 : 9 + constants], len(inputs) - 7
+
+    def gradient(ctx: Any, dO: Any, dS: Any) -> Any:
+        tensors = ctx.saved_tensors
+        found = iter(backward(*tensors, *ctx.constants, dO.contiguous(), dS.contiguous()))
+        return (*[None if a is None else next(found) for a in tensors[:7]], *[None] * ctx.others)
+
+    operation.register_fake(outputs)
+    backward.register_fake(cotangents)
+    operation.register_autograd(gradient, setup_context=setup_context)
