@@ -25,6 +25,7 @@ from ..plan import Plan
 from . import stages as kernel_stages
 from .dot import KernelProduct
 from .gradients import chunk_gradients
+from .rows import Rows
 
 __all__ = ["RuleGradients", "backward"]
 
@@ -86,52 +87,33 @@ def _kernel(p: Plan, stages: Any, table: Any, *refs: Any) -> None:
 
 
 def _chunk(p: Plan, stages: Any, x: _Refs, begin: Array, end: Array) -> None:
-    def counts(width: int) -> Array:
-        row = lax.broadcasted_iota(jnp.int32, (p.C, width), 0)
-        return (row >= begin) & (row < end)
-
-    def heads(ref: Any, number: int, width: int, of: int) -> Array:
-        """Heads of a block [1, C, number * width] as float32 [P, number / P, C, width], rows outside the chunk 0."""
-        keep = counts(width)
-        parts = [ref[0, :, i * width : (i + 1) * width].astype(jnp.float32) for i in range(number)]
-        return jnp.reshape(jnp.stack([jnp.where(keep, a, 0.0) for a in parts]), (p.P, of, p.C, width))
-
-    def columns(a: Array) -> Array:
-        """[C, heads] as [P, R, C, 1]."""
-        return jnp.reshape(jnp.stack([a[:, i : i + 1] for i in range(p.heads)]), (p.P, p.R, p.C, 1))
-
-    def put(ref: Any, a: Array, width: int) -> None:
-        """Rows of the chunk of heads [.., C, width] into a block."""
-        keep, a = counts(width), jnp.reshape(a, (-1, p.C, width))
-        for i in range(a.shape[0]):
-            lanes = slice(i * width, (i + 1) * width)
-            ref[0, :, lanes] = jnp.where(keep, a[i], ref[0, :, lanes].astype(jnp.float32)).astype(ref.dtype)
+    rows = Rows(p, begin, end)
 
     def put_columns(ref: Any, a: Array) -> None:
         a, lane = jnp.reshape(a, (p.heads, p.C, 1)), lax.broadcasted_iota(jnp.int32, (p.C, p.heads), 1)
         for i in range(p.heads):
-            ref[0, 0] = jnp.where(counts(p.heads) & (lane == i), a[i], ref[0, 0])
+            ref[0, 0] = jnp.where(rows.own(p.heads) & (lane == i), a[i], ref[0, 0])
 
-    g, b = (jnp.where(counts(p.heads), ref[0, 0], 0.0) for ref in (x.g, x.b))
-    G, count = map(columns, stages.decay(g))
+    g, b = (jnp.where(rows.own(p.heads), ref[0, 0], 0.0) for ref in (x.g, x.b))
+    G, count = (rows.by_head(a, 1) for a in stages.decay(g))
     state = lambda a: jnp.reshape(a, (p.P, p.R, p.K, p.V))  # noqa: E731
     d = chunk_gradients(
         KernelProduct(p.precision),
         stages,
-        heads(x.q, p.P, p.K, 1),
-        heads(x.k, p.P, p.K, 1),
-        heads(x.v, p.heads, p.V, p.R),
-        columns(b),
+        rows.heads(x.q, p.P, p.K, 1),
+        rows.heads(x.k, p.P, p.K, 1),
+        rows.heads(x.v, p.heads, p.V, p.R),
+        rows.by_head(b, 1),
         G,
         count,
-        columns(g) < RESET,
+        rows.by_head(g, 1) < RESET,
         state(x.S[0]),
         p.scale,
-        heads(x.dO, p.heads, p.V, p.R),
+        rows.heads(x.dO, p.heads, p.V, p.R),
         state(x.dS[...]),
     )
     for ref, a, width in ((x.dq, d.q, p.K), (x.dk, d.k, p.K), (x.dv, d.v, p.V)):
-        put(ref, a, width)
+        rows.put(ref, a, width)
     put_columns(x.dg, d.g)
     put_columns(x.db, d.b)
     x.dS[...] = jnp.reshape(d.S, x.dS.shape)

@@ -39,6 +39,7 @@ from .. import table as tb
 from ..plan import LANES, Plan
 from . import stages as kernel_stages
 from .dot import KernelProduct
+from .rows import Rows
 
 __all__ = ["PROBED", "forward"]
 
@@ -85,29 +86,15 @@ def _kernel(p: Plan, stages: Any, probe: tuple[str, ...], table: Any, *refs: Any
 def _chunk(p: Plan, stages: Any, x: _Refs, probes: dict[str, Any], S: Any, begin: Array, end: Array) -> None:
     mm = KernelProduct(p.precision)
 
-    def counts(width: int) -> Array:
-        row = lax.broadcasted_iota(jnp.int32, (p.C, width), 0)
-        return (row >= begin) & (row < end)
-
-    def heads(ref: Any, number: int, width: int, of: int) -> Array:
-        """Heads of a block [1, C, number * width] as float32 [P, number / P, C, width], rows outside the chunk 0."""
-        keep = counts(width)
-        parts = [ref[0, :, i * width : (i + 1) * width].astype(jnp.float32) for i in range(number)]
-        return jnp.reshape(jnp.stack([jnp.where(keep, a, 0.0) for a in parts]), (p.P, of, p.C, width))
-
-    def gate(a: Array, width: int) -> Array:
-        """[C, heads * width] as [P, R, C, width]."""
-        parts = [a[:, i * width : (i + 1) * width] for i in range(p.heads)]
-        return jnp.reshape(jnp.stack(parts), (p.P, p.R, p.C, width))
-
-    q, k, v = heads(x.q, p.P, p.K, 1), heads(x.k, p.P, p.K, 1), heads(x.v, p.heads, p.V, p.R)
+    rows = Rows(p, begin, end)
+    q, k, v = rows.heads(x.q, p.P, p.K, 1), rows.heads(x.k, p.P, p.K, 1), rows.heads(x.v, p.heads, p.V, p.R)
     given = [
-        jnp.where(counts(p.heads * n), ref[0] if len(ref.shape) == 3 else ref[0, 0], 0.0)
+        jnp.where(rows.own(p.heads * n), ref[0] if len(ref.shape) == 3 else ref[0, 0], 0.0)
         for ref, n in zip(x.gates, p.widths.given, strict=True)
     ]
-    G, count = (gate(a, p.widths.decay) for a in stages.decay(given.pop(0)))
-    b = gate(given.pop(0), p.widths.erase) if p.widths.erase else None
-    w = b if p.widths.shared else gate(given.pop(0), p.widths.write) if p.widths.write else None
+    G, count = (rows.by_head(a, p.widths.decay) for a in stages.decay(given.pop(0)))
+    b = rows.by_head(given.pop(0), p.widths.erase) if p.widths.erase else None
+    w = b if p.widths.shared else rows.by_head(given.pop(0), p.widths.write) if p.widths.write else None
     before = jnp.reshape(S[...], (p.P, p.R, p.K, p.V))
 
     Akk, Aqk = stages.scores(mm, q, k, b, G, count, p.scale)
@@ -117,11 +104,7 @@ def _chunk(p: Plan, stages: Any, x: _Refs, probes: dict[str, Any], S: Any, begin
     after = stages.state(mm, k, Vn, G, count, before)
 
     S[...] = jnp.reshape(after, S.shape)
-    keep = counts(p.V)
-    out = jnp.reshape(o, (p.heads, p.C, p.V))
-    for i in range(p.heads):
-        lanes = slice(i * p.V, (i + 1) * p.V)
-        x.o[0, :, lanes] = jnp.where(keep, out[i], x.o[0, :, lanes].astype(jnp.float32)).astype(x.o.dtype)
+    rows.put(x.o, o, p.V)
     if probes:
         U, W = stages.wy(mm, T, k, v, b, w, G, count) if "U" in probes else (None, None)
         found = dict(zip(PROBED, (G, count, Akk, Aqk, T, U, W, before, after, Vn, o), strict=True))
