@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..pipeline_plan import Pipeline
 from . import inside, phases
 from .decays import doubled, joined, split
-from .halves import BF16, F32, PIECES, C, Parts, dot, each, halves, iota, pieces, product, spread
+from .halves import BF16, F32, PIECES, C, Parts, dot, each, exact_pieces, halves, iota, product, spread
 from .phases import read, write
 
 __all__ = ["Chunk", "Slot", "slot_shapes"]
@@ -119,7 +119,7 @@ class Chunk(phases.Chunk):
         p = self.p
         q, k = both[:C], both[C:]
         same, key, g = _by_rows(q, k), k.astype(F32), self._log_decay(i)
-        totals.append(pieces(jnp.exp(jnp.sum(g, 0, keepdims=True)), PIECES))
+        totals.append(exact_pieces(jnp.exp(jnp.sum(g, 0, keepdims=True))))
         P, Q = jnp.exp(g), jnp.ones((C, C), F32)
         rows = [q.astype(F32)]
         if p.widths.erase:

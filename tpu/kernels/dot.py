@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...spec.precision import DEFAULT, FAST, HIGHEST
+from .halves import exact_pieces, pieces
 
 __all__ = ["KEPT", "KernelProduct", "exact_sums"]
 
@@ -61,27 +62,18 @@ class KernelProduct:
         kept = self.kept.get(name, "float32")
         if kept == "float32":
             return [x]
-        high = x.astype(jnp.bfloat16)
-        if kept == "bfloat16":
-            return [high]
-        return [high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+        return list(pieces(x, 1 if kept == "bfloat16" else 2))
 
 
 def exact_sums(ones: Array, x: Array) -> Array:
     """ones x, [M, K] of zeros and ones with x [.., K, N] float32: sums of rows, in float32 whatever the precision.
 
-    Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact. Pieces are cut off
-    by their bits: XLA, which compiles interpreted kernels, may leave out a rounding to bfloat16 that it sees.
+    Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact.
     """
     lead, x = x.shape[:-2], _flat(x, x.shape[:-2])
     ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (x.shape[0], *ones.shape))
-    pieces = []
-    for _ in range(3):
-        upper = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
-        piece = lax.bitcast_convert_type(upper, jnp.float32)
-        pieces.append(piece.astype(jnp.bfloat16))
-        x = x - piece
-    out = _dot("nn", ones, pieces[0]) + (_dot("nn", ones, pieces[1]) + _dot("nn", ones, pieces[2]))
+    high, middle, low = exact_pieces(x)
+    out = _dot("nn", ones, high) + (_dot("nn", ones, middle) + _dot("nn", ones, low))
     return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "block_of",
     "dot",
     "each",
+    "exact_pieces",
     "halves",
     "iota",
     "product",
@@ -63,6 +64,21 @@ def pieces(x: Array, count: int) -> Parts:
     for _ in range(count):
         parts.append(x.astype(BF16))
         x = x - parts[-1].astype(F32)
+    return tuple(parts)
+
+
+def exact_pieces(x: Array) -> Parts:
+    """``PIECES`` bfloat16 summands of x float32.
+
+    They are cut off by their bits: XLA, which compiles interpreted kernels, may leave out a rounding to bfloat16 that
+    it sees, and then they would not add up.
+    """
+    parts = []
+    for _ in range(PIECES):
+        upper = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
+        piece = lax.bitcast_convert_type(upper, F32)
+        parts.append(piece.astype(BF16))
+        x = x - piece
     return tuple(parts)
 
 

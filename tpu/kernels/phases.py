@@ -24,10 +24,10 @@ from .halves import (
     block_of,
     dot,
     each,
+    exact_pieces,
     halves,
     iota,
     kept,
-    pieces,
     product,
     spread,
     within,
@@ -90,7 +90,7 @@ def _gates(p: Pipeline, g: Array, b: Array) -> list[Gates]:
     into = jnp.where(seen, b * jnp.exp2(jnp.where(seen, total - G, 0.0)), 0.0)
     # The matrix unit spreads what leaves the XLU free; where products are not rounded it has more to do itself.
     exact = lambda a: [a]  # noqa: E731
-    several = lambda a: [piece.astype(F32) for piece in pieces(a, PIECES)]  # noqa: E731
+    several = lambda a: [piece.astype(F32) for piece in exact_pieces(a)]  # noqa: E731
     by_xlu = _spread_by_xlu(p)
     kinds = [
         several(G),

@@ -37,7 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...spec.stages import RESET
 from ..reverse_plan import Reverse
 from .backward import RuleGradients
-from .halves import BF16, F32, LOG2E, PIECES, C, Parts, dot, iota, pieces
+from .halves import BF16, F32, LOG2E, PIECES, C, Parts, dot, exact_pieces, iota, pieces
 
 __all__ = ["reverse"]
 
@@ -76,7 +76,7 @@ def _gates(g: Array, b: Array) -> _Gates:
     seen = lane >= jnp.max(last, 1, keepdims=True)
     total = jnp.sum(jnp.where(lane == C - 1, G, 0.0), 1, keepdims=True)
     end = jnp.where(seen, jnp.exp2(jnp.where(seen, total - G, 0.0)), 0.0)
-    rows = [piece.astype(F32) for a in (G, end, b) for piece in pieces(a, PIECES)]
+    rows = [piece.astype(F32) for a in (G, end, b) for piece in exact_pieces(a)]
     columns = jnp.concatenate(rows, 0).T.astype(BF16)
     return _Gates(G, begin, b, (lane - last).astype(F32), (following - lane).astype(F32), end, reset, columns)
 
