@@ -6,8 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..spec.conv import final_state
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
+from ..spec.sequences import layout
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
 from .pipeline_plan import Core, Pipeline
@@ -49,10 +51,12 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
         weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
         weight = jnp.pad(weight, ((0, tap_rows(width) - width - 1), (0, 0)))
         before = x.get("conv_state", jnp.zeros((s.N, width - 1, total))).astype(jnp.float32)
-        every = [x["qkv"]] if whole else [flat(a) for a in given.values()]
-        conv_state = jnp.concatenate([_last_inputs(s, a, x.get("cu_seqlens")) for a in every], -1)
-        if s.packed:
-            conv_state = _with_past(s, conv_state, before, x["cu_seqlens"])
+        place, conv_state, first = layout(jnp, g, x.get("cu_seqlens"), None, None), [], 0
+        for a in [x["qkv"]] if whole else [flat(a) for a in given.values()]:
+            of = before[..., first : first + a.shape[-1]]
+            conv_state.append(final_state(jnp, a, place, of, width))
+            first += a.shape[-1]
+        conv_state = jnp.concatenate(conv_state, -1)
         before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
         taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
     gates = _gate_operands(s, p, g, b, w, x)
@@ -87,25 +91,6 @@ def _gate_operands(
     if b is not None and p.widths.erase == 1:
         b = b.astype(jnp.float32)
     return GateOperands(g, b, row(w) if p.widths.write > 1 else None, parameters)
-
-
-def _last_inputs(s: Signature, a: Array, bounds: Array | None) -> Array:
-    """The last W - 1 inputs of each sequence, [N, W - 1, channels] float32, whoever they belong to."""
-    assert s.conv is not None
-    back = 1 - s.conv.width
-    if bounds is None:
-        return a[:, back:].astype(jnp.float32)
-    at = jnp.asarray(bounds)[1:, None] + jnp.arange(back, 0)
-    return a[0, jnp.clip(at, 0, s.T - 1)].astype(jnp.float32)
-
-
-def _with_past(s: Signature, last: Array, before: Array, bounds: Array) -> Array:
-    """Those of sequences shorter than W - 1 begin with what came before them."""
-    assert s.conv is not None
-    missing = jnp.maximum(s.conv.width - 1 - jnp.diff(jnp.asarray(bounds)), 0)[:, None]  # [N, 1]
-    row = jnp.arange(s.conv.width - 1)[None]
-    at = jnp.clip(row - missing + s.conv.width - 1, 0, s.conv.width - 2)[..., None]
-    return jnp.where((row < missing)[..., None], jnp.take_along_axis(before, at, axis=1), last)
 
 
 def core() -> Core:
