@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import NamedTuple
 
 import jax
 from rich.console import Console
@@ -28,25 +27,9 @@ HEADS = (8, 16)
 DIMS = ((128, 128), (64, 64), (256, 256))
 
 
-class Candidate(NamedTuple):
-    """A call to compile, and how many value heads may share its grid steps."""
-
-    chip: str
-    precision: str
-    inside: bool
-    key_dim: int
-    value_dim: int
-    heads: int
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        inside = "fused" if self.inside else "core"
-        return f"{self.chip} {self.precision} {inside} {self.key_dim} x {self.value_dim}, {self.heads} heads"
-
-
+#: Calls to compile, and how many value heads may share their grid steps; no cycles yet.
 CANDIDATES = [
-    Candidate(chip, precision, True, *dims, heads)
+    Entry(chip, precision, True, *dims, heads, cycles=0)
     for dims, precisions in ((DIMS[0], ("fast", "default")), *((more, ("default",)) for more in DIMS[1:]))
     for precision in precisions
     for chip in CHIPS
@@ -54,8 +37,14 @@ CANDIDATES = [
 ]
 
 
-def measure(c: Candidate) -> Entry | None:
-    """The candidate's cycles, or None where it does not fit."""
+def name(c: Entry) -> str:
+    """For people."""
+    inside = "fused" if c.inside else "core"
+    return f"{c.chip} {c.precision} {inside} {c.key_dim} x {c.value_dim}, {c.heads} heads"
+
+
+def measure(c: Entry) -> Entry | None:
+    """The candidate with its cycles, or None where it does not fit."""
     shape = Shape(seqlen=4096, heads=16, value_heads=32, key_dim=c.key_dim, value_dim=c.value_dim)
     with trying(c.heads):
         jax.clear_caches()  # a call is traced once, whatever the table says later
@@ -63,7 +52,7 @@ def measure(c: Candidate) -> Entry | None:
     jax.clear_caches()
     if not isinstance(found, TpuReport) or found.cycles_per_head_128 is None:
         return None
-    return Entry(**c._asdict(), cycles=round(found.cycles_per_head_128))
+    return c._replace(cycles=round(found.cycles_per_head_128))
 
 
 def main() -> int:
@@ -73,12 +62,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="candidates whose name contains this")
     options = parser.parse_args()
     table = Table("candidate", "cycles", "in the table")
-    before = {Candidate(*e[:-1]): e for e in entries()}
+    before = {e._replace(cycles=0): e for e in entries()}
     made = {}
-    for c in track([c for c in CANDIDATES if options.only in c.name], "compile", console=Console(stderr=True)):
+    for c in track([c for c in CANDIDATES if options.only in name(c)], "compile", console=Console(stderr=True)):
         entry = measure(c)
         known = before.get(c)
-        table.add_row(c.name, str(entry.cycles) if entry else "does not fit", str(known.cycles) if known else "-")
+        table.add_row(name(c), str(entry.cycles) if entry else "does not fit", str(known.cycles) if known else "-")
         if entry is not None:
             made[c] = entry
             if options.write:
@@ -87,7 +76,7 @@ def main() -> int:
     return 0
 
 
-def write(found: dict[Candidate, Entry]) -> None:
+def write(found: dict[Entry, Entry]) -> None:
     """Keep what was found, a line each, in the order of the candidates."""
     lines = [json.dumps(found[c]._asdict()) for c in CANDIDATES if c in found]
     FILE.write_text('{\n "schedules": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n")

@@ -276,3 +276,19 @@ def torch_library() -> Library:
 @pytest.fixture
 def jax_library() -> Library:
     return _library("jax")
+
+
+@pytest.fixture
+def tpu_backends():
+    """Both backends, whatever is installed; and the registry as it was, afterwards."""
+    from portable_gdn import dispatch
+    from portable_gdn.tpu.backend import PALLAS, PALLAS_INTERPRET
+
+    before = {b.name: b for b in dispatch.backends()}
+    for backend in (PALLAS, PALLAS_INTERPRET):
+        dispatch.register_backend(backend)
+    yield
+    for backend in dispatch.backends():
+        dispatch.unregister_backend(backend.name)
+    for backend in before.values():
+        dispatch.register_backend(backend)

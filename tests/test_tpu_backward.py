@@ -12,11 +12,11 @@ import pytest
 from conftest import assert_all_close, assert_close, cotangents, make, oracle
 
 import portable_gdn as pg
-from portable_gdn import dispatch, door
+from portable_gdn import door
 from portable_gdn.harness.cases import Case
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Options
-from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
+from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -28,16 +28,7 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 SMALL = {"chunk_size": 16}
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    before = {b.name: b for b in dispatch.backends()}
-    for backend in (PALLAS, PALLAS_INTERPRET):
-        dispatch.register_backend(backend)
-    yield
-    for backend in dispatch.backends():
-        dispatch.unregister_backend(backend.name)
-    for backend in before.values():
-        dispatch.register_backend(backend)
+pytestmark = pytest.mark.usefixtures("tpu_backends")
 
 
 def arrays(x):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_tpu_pipeline import registered  # noqa: F401
 
 import portable_gdn as pg
 from portable_gdn.harness.cases import Case
@@ -24,6 +23,7 @@ from portable_gdn.tpu.kernels.inside import channel_decay  # noqa: E402
 
 LONG = {"K": CHUNK, "V": CHUNK, "T": UNITS * CHUNK + 88, "H": 1, "HV": 2, "dtype": "bfloat16"}
 NAME = "pallas-interpret"
+pytestmark = pytest.mark.usefixtures("tpu_backends")
 
 
 def signature(g=(128,), erase=None, write=None, T=2048, H=16, HV=16, K=128, V=128, dtype="bfloat16", N=0, **options):

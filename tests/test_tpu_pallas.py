@@ -24,7 +24,7 @@ from portable_gdn.spec.errors import GdnError
 from portable_gdn.spec.evaluate import matmul
 from portable_gdn.spec.problem import Options
 from portable_gdn.spec.stages import STAGES
-from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET, Interpreted
+from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET, Interpreted
 from portable_gdn.tpu.plan import VMEM_LIMIT, plan
 
 jax = pytest.importorskip("jax")
@@ -38,17 +38,7 @@ NAME = "pallas-interpret"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    """Both backends, whatever is installed; and the registry as it was, afterwards."""
-    before = {b.name: b for b in dispatch.backends()}
-    for backend in (PALLAS, PALLAS_INTERPRET):
-        dispatch.register_backend(backend)
-    yield
-    for backend in dispatch.backends():
-        dispatch.unregister_backend(backend.name)
-    for backend in before.values():
-        dispatch.register_backend(backend)
+pytestmark = pytest.mark.usefixtures("tpu_backends")
 
 
 def slow(*values):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import portable_gdn as pg
-from portable_gdn import dispatch
 from portable_gdn.harness import cases
 from portable_gdn.harness.cases import Case, build
 from portable_gdn.harness.verify import verify
@@ -36,16 +35,7 @@ def compiled_fast():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    before = {b.name: b for b in dispatch.backends()}
-    for backend in (PALLAS, PALLAS_INTERPRET):
-        dispatch.register_backend(backend)
-    yield
-    for backend in dispatch.backends():
-        dispatch.unregister_backend(backend.name)
-    for backend in before.values():
-        dispatch.register_backend(backend)
+pytestmark = pytest.mark.usefixtures("tpu_backends")
 
 
 def bits(a):
