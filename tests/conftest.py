@@ -15,6 +15,7 @@ import pytest
 
 import portable_gdn as pg
 from portable_gdn import door
+from portable_gdn.harness.compute import forget_programs
 from portable_gdn.spec.evaluate import DIFFERENTIABLE, Evaluation, evaluate
 from portable_gdn.spec.problem import GateKind, Options
 
@@ -276,6 +277,13 @@ def torch_library() -> Library:
 @pytest.fixture
 def jax_library() -> Library:
     return _library("jax")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """A worker runs thousands of tests, and the operating system allows only so many compiled programs at a time."""
+    yield
+    forget_programs()
 
 
 @pytest.fixture

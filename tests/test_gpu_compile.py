@@ -154,6 +154,7 @@ def test_every_kernel_of_a_call(arch, variant, op, matrix, names):
     assert set(found) == set(names)
     assert all(names[phase] <= found[phase] for phase in names), found
     kinds = {kind for kernel in report["kernels"] for kind in kernel["matrix"]}
+    kinds -= {"of them tf32"}  # a part of the others, counted beside them
     assert kinds
     assert kinds <= matrix
 

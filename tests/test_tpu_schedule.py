@@ -653,8 +653,8 @@ def test_the_command_line(tmp_path):
     assert [r["chip"] for r in json.loads(done.stdout)["reports"]] == list(CHIPS)
     for more, words in (
         (["--op", "step"], "'xla' runs a step"),
-        (["--variant", "kda"], "this is KDA"),
-        (["--fused", "--variant", "kda"], "--fused is for --op forward and --variant gdn"),
+        (["--op", "backward", "--variant", "kda"], "no Pallas kernel computes the backward pass of --variant kda"),
+        (["--fused", "--variant", "delta"], "--fused is for --op forward and variants with a decay"),
         (["--chip", "v9"], "must be one of v4"),
         (["--heads", "0"], "--heads is 0; it must be at least 1"),
         (["--heads", "3", "--value-heads", "4"], "multiple"),

@@ -25,12 +25,14 @@ from .tensor_file import TensorFile, TensorWriter
 from .worker import Worker
 
 __all__ = [
-    "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "one", "one_thread",
-    "packed_tensors", "serve_run", "unpacked", "with_settings",
+    "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "forget_programs", "one",
+    "one_thread", "packed_tensors", "serve_run", "unpacked", "with_settings",
 ]  # fmt: skip
 
 #: Parts of each stage: numpy arrays, or None where the variant has no such part.
 Stages = dict[str, tuple[Any, ...]]
+#: Pieces of memory a process may have before compiled programs are dropped; a case adds up to a thousand.
+MANY_MAPS = 10_000
 PARTS = {stage: 2 if stage in ("decay", "scores", "wy", "state") else 1 for stage in STAGES}
 
 
@@ -124,7 +126,20 @@ def computed(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np
     result, gradients = door.run_with_gradients(problem, backend, cotangents)
     found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
     found |= {f"grad_{name}": a for name, a in gradients.items()}
-    return {name: backend.to_numpy(a) for name, a in found.items() if a is not None}
+    arrays = {name: backend.to_numpy(a) for name, a in found.items() if a is not None}
+    forget_programs()
+    return arrays
+
+
+def forget_programs() -> None:
+    """Drop JAX's compiled programs before they are too many for one process.
+
+    XLA on a CPU maps each into memory in hundreds of pieces, and Linux ends a process that wants more than 65,530
+    (vm.max_map_count): a few hundred cases of different shapes.
+    """
+    jax, maps = sys.modules.get("jax"), Path("/proc/self/maps")
+    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
 
 
 def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outcome:
