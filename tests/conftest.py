@@ -12,12 +12,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 import portable_gdn as pg
 from portable_gdn import door
 from portable_gdn.harness.compute import forget_programs
 from portable_gdn.spec.evaluate import DIFFERENTIABLE, Evaluation, evaluate
 from portable_gdn.spec.problem import GateKind, Options
+
+threadpool_limits(1, user_api="blas")  # of numpy: the other core has the other worker
 
 EPS = float(np.finfo(np.float32).eps)
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from .. import dispatch, door
 from ..spec.errors import GdnError, bad
@@ -291,7 +292,8 @@ def as_json(rounding: Rounding) -> dict[str, Any]:
 
 
 def one_thread() -> None:
-    """Cases are small: torch's threads would only wait for each other."""
+    """Cases are small: torch's threads, and those of numpy's BLAS, would only wait for each other."""
+    threadpool_limits(1, user_api="blas")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, which not every backend needs
     torch = sys.modules.get("torch")
     if torch is not None:
