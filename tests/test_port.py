@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from checkpoints import FAMILIES, checkpoint, facts, load, read_file, save, save_raw, tensors, write_file
 from typer.testing import CliRunner
 
-from portable_gdn.checkpoint import back, port, run
+from portable_gdn.checkpoint import back, direct, port, run, stream
 from portable_gdn.checkpoint.plan import plan_port, read
 from portable_gdn.checkpoint.reader import Checkpoint
 from portable_gdn.checkpoint.report import formats
@@ -506,9 +507,44 @@ def test_large_tensors_are_written_in_slabs(tmp_path, monkeypatch):
     whole = checkpoint(tmp_path / "src", "qwen3_5_moe_conditional")
     port(whole, tmp_path / "one", "jax")
     monkeypatch.setattr(run, "SLAB", 1000)
+    monkeypatch.setattr(stream, "_WHOLE", 3000)  # of those that cannot be read in slabs, some are mapped
     port(whole, tmp_path / "two", "jax")
     for name in ("model-00001-of-00001.safetensors", "side-00001-of-00001.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("system", ["direct", "none", "opens and refuses"])
+def test_files_past_the_cache(tmp_path, monkeypatch, system):
+    """Any place and length, on file systems with O_DIRECT, without it, and with one that wants other blocks."""
+    if system == "none":
+        monkeypatch.setattr(direct, "_FLAG", 0)
+    elif system == "opens and refuses":
+        if not direct._FLAG:
+            pytest.skip("no O_DIRECT here")
+        for name in ("write", "preadv"):
+            whole = getattr(os, name)
+
+            def refusing(handle, *rest, whole=whole):
+                if fcntl.fcntl(handle, fcntl.F_GETFL) & direct._FLAG:
+                    raise OSError(errno.EINVAL, "Invalid argument")
+                return whole(handle, *rest)
+
+            monkeypatch.setattr(os, name, refusing)
+    monkeypatch.setattr(direct, "_BLOCK", 8192)
+    data = np.random.default_rng(0).integers(0, 256, 30001, np.uint8).tobytes()
+    path = tmp_path / "file"
+    with direct.Writer(path, len(data)) as file:
+        for begin, end in ((0, 1), (1, 1), (1, 9000), (9000, 30001)):
+            file.write(data[begin:end])
+    assert path.read_bytes() == data
+    buffers = direct.Buffers(20000)
+    for begin, end in ((0, 0), (0, 30001), (1, 4097), (4096, 8192), (8191, 30000), (30000, 30001)):
+        assert b"".join(map(bytes, direct.pieces(path, begin, end))) == data[begin:end]
+        found, memory = direct.read(path, begin, end, buffers)
+        assert found.tobytes() == data[begin:end]
+        buffers.give(memory)
+    assert direct.read(path, 29000, 40000, buffers)[0].tobytes() == data[29000:]  # a file that became shorter
+    assert b"".join(map(bytes, direct.pieces(path, 29000, 40000))) == data[29000:]
 
 
 def test_trained_weights_go_back_and_are_listed(tmp_path):

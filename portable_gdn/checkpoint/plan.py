@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ __all__ = [
     "STEP",
     "TARGETS",
     "TREES",
+    "Move",
     "Output",
     "Part",
     "Plan",
@@ -61,6 +62,19 @@ class Part:
     place: Place
     segment: int
     index: Mapping[str, int]
+
+
+class Move(NamedTuple):
+    """Elements of a source's tensor, axes in the output's order, and where they go to.
+
+    at: bytes of the tensor before the first of them. segment, along: of the output's layout.
+    """
+
+    name: str
+    elements: np.ndarray
+    at: int
+    segment: int = 0
+    along: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -99,21 +113,21 @@ class Output:
                 return None if lay.indices or own.indices else part.place.bound.name
         return None
 
-    def sources_of(self, slab: tuple[int, int]) -> tuple[str, ...]:
-        """Names of the source's tensors that go into a slab."""
-        lead, (low, high) = self.leading, slab
-        if high < 0 or lead is None or lead[0] != "@":
-            return self.sources
-        inside = (part for part in self.parts if low <= part.index[lead[1:]] < high)
-        return tuple(dict.fromkeys(part.place.bound.name for part in inside))
-
     def slabs(self, most: int) -> list[tuple[int, int]]:
-        """Ranges of the leading dim whose bytes are at most ``most``, where the tensor can be cut; else one range."""
-        lead = self.leading
-        if lead is None or self.nbytes <= most or self.verbatim is not None:
+        """Ranges whose bytes are at most ``most``, where the tensor can be cut; else one range (0, -1).
+
+        They are of the leading dim, or of bytes where they are a source's very bytes.
+        """
+        if self.nbytes <= most:
             return [(0, -1)]
-        total = self._sizes()[lead]
-        step = max(1, most * total // self.nbytes)
+        if self.verbatim is not None:
+            total, step = self.nbytes, most
+        else:
+            lead = self.leading
+            if lead is None:
+                return [(0, -1)]
+            total = self._sizes()[lead]
+            step = max(1, most * total // self.nbytes)
         return [(n, min(n + step, total)) for n in range(0, total, step)]
 
     @property
@@ -125,14 +139,41 @@ class Output:
         assert self.made is not None
         return self.made.sizes
 
-    def fill(
-        self, slab: tuple[int, int], source: Callable[[str], np.ndarray], buffer: np.ndarray | None = None
-    ) -> np.ndarray:
-        """The elements of one slab, contiguous, in ``buffer`` if it is large enough; ``source`` gives tensors by
-        name."""
+    def moves(self, slab: tuple[int, int], source: Callable[[str], np.ndarray]) -> list[Move]:
+        """What a slab is made of; ``source`` gives tensors by name, of which nothing is looked at yet."""
+        low, high = slab
+        if self.verbatim is not None:
+            flat = source(self.verbatim).reshape(-1).view(np.uint8)
+            return [Move(self.verbatim, flat if high < 0 else flat[low:high], low)]
+        if not self.parts:
+            return []
+        assert self.made is not None
+        lay, lead = self.made.entry.layout, self.leading
+        cut = high >= 0 and lead is not None
+        found = []
+        for part in self.parts:
+            bound = part.place.bound
+            index = dict(part.index)
+            if cut and lead is not None and lead[0] == "@":
+                if not low <= index[lead[1:]] < high:
+                    continue
+                index[lead[1:]] -= low
+            whole = source(bound.name)
+            view = bound.entry.layout.view(whole, bound.sizes, part.place.segment, part.place.along)
+            axes = bound.entry.layout.dims(part.place.segment)
+            if cut and lead is not None and lead[0] != "@":
+                view = view[(slice(None),) * axes.index(lead) + (slice(low, high),)]
+            wanted = lay.dims(part.segment)
+            view = view.transpose([axes.index(dim) for dim in wanted])
+            found.append(Move(bound.name, view, view.ctypes.data - whole.ctypes.data, part.segment, index))
+        return found
+
+    def fill(self, slab: tuple[int, int], moves: Iterable[Move], buffer: np.ndarray | None = None) -> np.ndarray:
+        """The elements of one slab, contiguous, in ``buffer`` if it is large enough."""
         dtype = dtype_of(self.spec.dtype)
-        if self.copied is not None:
-            return source(self.copied)
+        if self.verbatim is not None:
+            (move,) = moves
+            return move.elements
         if not self.parts:
             return np.zeros(self.spec.shape, dtype)
         assert self.made is not None
@@ -144,19 +185,8 @@ class Output:
         size = prod(shape) * dtype.itemsize
         room = buffer is not None and buffer.nbytes >= size
         out = buffer[:size].view(dtype).reshape(shape) if room else np.empty(shape, dtype)  # type: ignore[index]
-        for part in self.parts:
-            bound = part.place.bound
-            index = dict(part.index)
-            if high >= 0 and lead is not None and lead[0] == "@":
-                if not low <= index[lead[1:]] < high:
-                    continue
-                index[lead[1:]] -= low
-            view = bound.entry.layout.view(source(bound.name), bound.sizes, part.place.segment, part.place.along)
-            axes = bound.entry.layout.dims(part.place.segment)
-            wanted = lay.dims(part.segment)
-            if high >= 0 and lead is not None and lead[0] != "@":
-                view = view[(slice(None),) * axes.index(lead) + (slice(low, high),)]
-            copy(lay.view(out, sizes, part.segment, index), view.transpose([axes.index(dim) for dim in wanted]))
+        for move in moves:
+            copy(lay.view(out, sizes, move.segment, move.along), move.elements)
         return out
 
 

@@ -18,7 +18,8 @@ from .orbax import leaf, metadata
 from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
 from .provenance import open_port
 from .reader import Checkpoint, read_json
-from .run import SLAB, Progress, Session, checksum, data_of, session
+from .run import SLAB, Progress, Session, checksum, session
+from .stream import stream
 from .targets.family import target_config
 
 __all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]
@@ -221,15 +222,13 @@ def digests_back(
     asked = facts["casts"]
     recast = {o.name for o in outputs if o.cast and not any(name in asked for name in o.sources)}
     cast = {*lost, *(o.name for o in outputs if o.cast)} - recast
-    found = {}
-    for done, output in enumerate(outputs, 1):
-        state = hashlib.sha256()
-        for slab in output.slabs(SLAB):
-            for data in data_of(output, slab, whole):
-                state.update(data)
-        whole.release()
-        found[output.name] = state.hexdigest()
-        progress(output.name, done, len(outputs))
+    states: dict[str, Any] = {}
+    for output, data in stream(outputs, whole, SLAB):
+        if output.name not in states:
+            states[output.name] = hashlib.sha256()
+            progress(output.name, len(states), len(outputs))
+        states[output.name].update(data)
+    found = {name: state.hexdigest() for name, state in states.items()}
     return dict(facts["source"]["tensors"]), found, cast, recast
 
 

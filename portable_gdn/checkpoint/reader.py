@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
+from .direct import pieces
 from .dtypes import dtype_of
 from .header import MAX_TENSORS, Header, Tensor, read_header
 from .table import Spec
@@ -24,7 +25,7 @@ __all__ = ["INDEX_SUFFIX", "Checkpoint", "read_json"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SMALL = 64 * 2**20  # bytes of a JSON file; an index of 76 thousand tensors has 8 MB
-_PIECE = 2**20
+_MAPS = 256  # files that are mapped at a time; each takes a handle
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -136,6 +137,8 @@ class Checkpoint:
         """A tensor as a read-only array over mapped memory; nothing is read until it is looked at."""
         file, tensor = self.where[name]
         if file not in self._maps:
+            if len(self._maps) >= _MAPS:
+                del self._maps[next(iter(self._maps))]  # arrays over it keep it
             with self.files[file].open("rb") as handle:
                 mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[file] = (mapped, np.frombuffer(mapped, np.uint8))
@@ -160,14 +163,9 @@ class Checkpoint:
         """A tensor's bytes in order, not through mapped memory. A piece is valid until the one after the next is
         read."""
         file, tensor = self.where[name]
-        buffers = [memoryview(bytearray(min(_PIECE, tensor.nbytes))) for _ in range(2)]
-        with self.files[file].open("rb", buffering=0) as handle:
-            handle.seek(tensor.begin)
-            left = tensor.nbytes
-            while left:
-                buffers.reverse()
-                got = handle.readinto(buffers[0][: min(_PIECE, left)])
-                if not got:
-                    raise GdnError(f"{self.files[file]} became shorter while it was read; it must not change.")
-                left -= got
-                yield buffers[0][:got]
+        left = tensor.nbytes
+        for piece in pieces(self.files[file], tensor.begin, tensor.end):
+            left -= len(piece)
+            yield piece
+        if left:
+            raise GdnError(f"{self.files[file]} became shorter while it was read; it must not change.")

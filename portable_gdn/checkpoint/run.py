@@ -2,8 +2,9 @@
 
 Everything is written into "<out>.partial" beside the folder that was asked for. A finished file has been read back and
 every tensor's checksum compared; a journal says so, and a port that was interrupted continues behind it. When all files
-are there the folder is renamed. Memory holds two slabs of at most ``SLAB`` bytes (or one tensor, where a tensor cannot
-be cut).
+are there the folder is renamed. Memory holds a few slabs of at most ``SLAB`` bytes (or one tensor, where a tensor
+cannot be cut): their sources are read and hashed ahead (``stream``), one is filled while the one before it is written,
+and a finished file is read back while the next one is written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
+from .direct import Writer, pieces
 from .plan import Output, Shard
 from .reader import Checkpoint
+from .stream import Slab, stream
 
-__all__ = ["SLAB", "Progress", "Session", "checksum", "data_of", "digest", "session"]
+__all__ = ["SLAB", "Progress", "Session", "checksum", "digest", "session"]
 
 SLAB = 64 * 2**20
 _PIECE = 2**20  # stays in the processor's cache between being read and being hashed
 _SPARE = 64 * 2**20  # bytes of the disk to leave free
-_AHEAD = 3  # slabs that are read before they are needed
 _JOURNAL = "journal.jsonl"
 Progress = Callable[[str, int, int], None]
 
@@ -82,6 +84,7 @@ class Session:
     done: int = 0
     finished: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
+    _hashed: set[str] = field(default_factory=set)
 
     def write(
         self, shards: Sequence[Shard], source: Checkpoint, array: Callable[[str], np.ndarray] | None = None
@@ -91,19 +94,24 @@ class Session:
         Raises:
             GdnError: what was read back is not what was written, or the disk is full.
         """
-        buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # one is filled while the other is written
+        todo = []
+        for shard in shards:
+            if self._finished(shard):
+                self._tell(shard.name, shard.nbytes)
+            else:
+                todo.append(shard)
+        read = None if self.exact else self.hashes
+        slabs = stream(chain.from_iterable(shard.outputs for shard in todo), source, SLAB, read, array)
         with ThreadPoolExecutor(1) as sink, ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as verifier:
-            sources: dict[str, Future[str]] = {}
             checks: list[Future[None]] = []
             try:
-                for shard in shards:
-                    if self._finished(shard):
-                        self._tell(shard.name, shard.nbytes)
-                        continue
-                    names = self._shard(shard, source, array or source.array, buffers, sink, hasher, sources)
-                    checks.append(verifier.submit(self._verify, shard, names, sources))
-                    while len(checks) > 2:
-                        checks.pop(0).result()
+                with closing(slabs):
+                    for shard in todo:
+                        sources = {} if self.exact else self._hashing(shard, source, hasher, array is not None)
+                        self._shard(shard, slabs, sink, hasher)
+                        checks.append(verifier.submit(self._verify, shard, sources))
+                        while len(checks) > 2:
+                            checks.pop(0).result()
                 for check in checks:
                     check.result()
             finally:
@@ -125,82 +133,59 @@ class Session:
         self.done += more
         self.progress(what, self.done, self.total)
 
-    def _shard(
-        self,
-        shard: Shard,
-        source: Checkpoint,
-        array: Callable[[str], np.ndarray],
-        buffers: list[np.ndarray],
-        sink: ThreadPoolExecutor,
-        hasher: ThreadPoolExecutor,
-        sources: dict[str, Future[str]],
-    ) -> list[str]:
-        """Write one file under a temporary name; the names of the original's tensors that are to be hashed."""
+    def _hashing(
+        self, shard: Shard, source: Checkpoint, hasher: ThreadPoolExecutor, computed: bool
+    ) -> dict[str, Future[str]]:
+        """Have those sources of a file hashed by themselves that are not hashed as they are read or written."""
+        found = {}
+        for output in shard.outputs:
+            for name in output.sources:
+                alone = source.where[name][1].nbytes > SLAB or computed
+                if alone and output.verbatim is None and name not in self.hashes and name not in self._hashed:
+                    self._hashed.add(name)
+                    found[name] = hasher.submit(_hash_of, source, name)
+        return found
+
+    def _shard(self, shard: Shard, slabs: Iterator[Slab], sink: ThreadPoolExecutor, hasher: ThreadPoolExecutor) -> None:
+        """Write one file under a temporary name."""
         part = self.partial / (shard.name + ".part")
         part.parent.mkdir(parents=True, exist_ok=True)
-        used = [output.name for output in shard.outputs] if self.exact else []
-        with part.open("wb", buffering=0) as file:
-            if hasattr(os, "posix_fallocate") and shard.nbytes:
-                os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk shows now
+        states: list[tuple[Output, _Crc, Any]] = []
+        pending: list[Future[None]] = []
+
+        def settle() -> None:
+            while pending:
+                pending.pop(0).result()
+
+        with Writer(part, shard.nbytes) as file:
             _write(file, shard.header)
             self._tell(shard.name, len(shard.header))
-            pending: Future[None] | None = None
-            touched = 0
-            pieces = [(output, slab) for output in shard.outputs for slab in output.slabs(SLAB)]
-            wanted = [output.sources_of(slab) for output, slab in pieces]
-            states: list[Any] = []
-            for n, (output, slab) in enumerate(pieces):
-                for name in chain.from_iterable(wanted[n : n + 1 + _AHEAD]):
-                    self._ahead(name, source, hasher, sources, output.verbatim)
-                for name in wanted[n]:
-                    if name in sources and source.where[name][1].nbytes <= SLAB:
-                        sources[name].result()  # hashed, and so read: what is mapped now need not wait for the disk
-                same = output.verbatim
-                if not states:
-                    used += [] if self.exact else output.sources
-                    states = [_Crc()] + [hashlib.sha256()] * (self.exact or same is not None)
-                for data in data_of(output, slab, source, array, buffers):
-                    if pending is not None:
-                        pending.result()
-                        pending = None
+            for output in shard.outputs:
+                crc, sha = _Crc(), None
+                if self.exact or (output.verbatim is not None and output.nbytes > SLAB):
+                    sha = hashlib.sha256()
+                states.append((output, crc, sha))
+                for _ in output.slabs(SLAB):
+                    data = next(slabs).data
+                    settle()
                     if len(data) > _PIECE:
-                        pending = sink.submit(_put, file, states, data)
-                    else:
-                        _put(file, states, data)  # handing it over would take longer
+                        pending.append(sink.submit(_put, file, crc, data))
+                        if sha is not None:
+                            pending.append(hasher.submit(sha.update, data))
+                    else:  # handing it over would take longer
+                        _put(file, crc, data)
+                        if sha is not None:
+                            sha.update(data)
                     self._tell(output.name, len(data))
-                    touched += len(data)
-                    if touched > 2 * SLAB:
-                        source.release()
-                        touched = 0
-                if n + 1 < len(pieces) and pieces[n + 1][0] is output:
-                    continue
-                if pending is not None:
-                    pending.result()
-                    pending = None
-                self.checksums[output.name] = states[0].hexdigest()
-                if len(states) == 2:
-                    self.hashes[output.name if self.exact else str(same)] = states[1].hexdigest()
-                states = []
+            settle()
             _write(file, shard.trailer)
             self._tell(shard.name, len(shard.trailer))
-        source.release()
-        return used
+        for output, crc, sha in states:
+            self.checksums[output.name] = crc.hexdigest()
+            if sha is not None:
+                self.hashes[output.name if self.exact else str(output.verbatim)] = sha.hexdigest()
 
-    def _ahead(
-        self,
-        name: str,
-        source: Checkpoint,
-        hasher: ThreadPoolExecutor,
-        sources: dict[str, Future[str]],
-        verbatim: str | None,
-    ) -> None:
-        """Have a source tensor read soon, and hashed if it is to be."""
-        if self.exact or source.where[name][1].nbytes > SLAB:
-            source.prefetch(name)
-        if not self.exact and name not in sources and name not in self.hashes and name != verbatim:
-            sources[name] = hasher.submit(_hash_of, source, name)
-
-    def _verify(self, shard: Shard, names: Sequence[str], sources: Mapping[str, Future[str]]) -> None:
+    def _verify(self, shard: Shard, sources: Mapping[str, Future[str]]) -> None:
         """Read a file back, compare every tensor's checksum, give it its name and note it in the journal.
 
         What a journal says is compared with the files before it is believed, so it need not reach the disk in order.
@@ -212,14 +197,14 @@ class Session:
         for name, found in _found(part, shard).items():
             if found != wanted.get(name):
                 raise GdnError(f"{name} in {part} is not what was written; the disk or its driver is at fault.")
-        for name in names:
-            if name in sources:
-                self.hashes[name] = sources[name].result()
+        for name, hashed in sources.items():
+            self.hashes[name] = hashed.result()
         os.replace(part, self.partial / shard.name)
+        names = [[output.name] if self.exact else output.sources for output in shard.outputs]
         note = {
             "file": shard.name,
             "checksums": wanted,
-            "hashes": {name: self.hashes[name] for name in dict.fromkeys(names)},
+            "hashes": {name: self.hashes[name] for name in chain.from_iterable(names)},
         }
         with (self.partial / _JOURNAL).open("a") as journal:
             journal.write(json.dumps(note) + "\n")
@@ -231,29 +216,6 @@ class Session:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def data_of(
-    output: Output,
-    slab: tuple[int, int],
-    source: Checkpoint,
-    array: Callable[[str], np.ndarray] | None = None,
-    buffers: list[np.ndarray] | None = None,
-) -> Iterator[Any]:
-    """A slab's bytes to write. A piece is valid until the one after the next is asked for."""
-    same = output.verbatim
-    if same is not None:
-        yield from source.chunks(same)
-        return
-    free = None
-    if buffers is not None:
-        buffers.reverse()
-        free = buffers[0] = _grown(buffers[0], min(output.nbytes, 2 * SLAB))
-    yield memoryview(output.fill(slab, array or source.array, free).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
-def _grown(buffer: np.ndarray, size: int) -> np.ndarray:
-    return buffer if buffer.nbytes >= size else np.empty(size, np.uint8)
-
-
 def _hash_of(source: Checkpoint, name: str) -> str:
     return digest(source.chunks(name))
 
@@ -262,37 +224,35 @@ def _found(path: Path, shard: Shard) -> dict[str, str]:
     """Checksum of each tensor in a file as it is read; what is wrong with the rest stands under its own name."""
     if path.stat().st_size != shard.nbytes:
         return {"size": ""}
-    with path.open("rb", buffering=0) as file:
-        found = {} if file.read(len(shard.header)) == shard.header else {"header": ""}
-        found.update({output.name: checksum(_pieces(file, output.nbytes)) for output in shard.outputs})
-        return found if file.read() == shard.trailer else {**found, "trailer": ""}
+    found: dict[str, str] = {}
+    left = pieces(path, 0, shard.nbytes)
+    rest = memoryview(b"")
+
+    def some(count: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while count:
+            rest = rest or next(left, rest)
+            if not rest:
+                return
+            piece, rest = rest[:count], rest[count:]
+            count -= len(piece)
+            yield piece
+
+    if b"".join(map(bytes, some(len(shard.header)))) != shard.header:
+        found["header"] = ""
+    found.update({output.name: checksum(some(output.nbytes)) for output in shard.outputs})
+    return found if b"".join(map(bytes, some(len(shard.trailer)))) == shard.trailer else {**found, "trailer": ""}
 
 
-def _put(file: Any, states: Sequence[Any], data: Any) -> None:
-    view = memoryview(data)
-    for at in range(0, len(view), _PIECE):
-        piece = view[at : at + _PIECE]
-        for state in states:
-            state.update(piece)
+def _put(file: Writer, crc: _Crc, data: memoryview) -> None:
+    for at in range(0, len(data), _PIECE):
+        piece = data[at : at + _PIECE]
+        crc.update(piece)
         _write(file, piece)
 
 
-def _write(file: Any, data: Any) -> None:
-    """All of it: a system call may write less, when a disk is about to be full."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
-
-def _pieces(file: Any, count: int) -> Iterator[memoryview]:
-    """Bytes of a file through one small buffer."""
-    buffer = memoryview(bytearray(min(_PIECE, count)))
-    while count:
-        got = file.readinto(buffer[: min(_PIECE, count)])
-        if not got:
-            return
-        count -= got
-        yield buffer[:got]
+def _write(file: Writer, data: memoryview | bytes) -> None:
+    file.write(data)
 
 
 def _sync(path: Path) -> None:

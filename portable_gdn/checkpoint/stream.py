@@ -1,0 +1,193 @@
+"""What is to be written, slab by slab, its sources read ahead: the reading half of a port.
+
+A source's tensor of at most a slab is read whole, once, hashed where it lies in memory, and let go when no slab that is
+near needs it. Of a larger one those bytes are read that a slab needs, where they lie together (an expert of a stack);
+where they do not (the columns of a matrix) it is read whole, or looked at through mapped memory if it is too large for
+that (a stack of matrices).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from mmap import mmap
+from typing import NamedTuple
+
+import numpy as np
+
+from ..spec.errors import GdnError
+from .direct import Buffers, read
+from .plan import Move, Output
+from .reader import Checkpoint
+
+__all__ = ["Slab", "stream"]
+
+_AHEAD = 4  # slabs' worth of sources in memory
+_WHOLE = 2**30  # bytes of a tensor that is read whole, though it is larger than a slab
+_STEPS = 256  # slabs looked at ahead, however small
+_READERS = 2  # one reads while the other hashes
+
+
+class Slab(NamedTuple):
+    """A part of an output; its bytes are valid until the slab after the next is asked for."""
+
+    output: Output
+    data: memoryview
+
+
+class _Span(NamedTuple):
+    """Bytes of a source's tensor."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass
+class _Loading:
+    """A span in memory, or on its way there; ``users`` are slabs that still need it."""
+
+    future: Future[tuple[np.ndarray, mmap]]
+    users: int = 0
+
+
+class _Step(NamedTuple):
+    output: Output
+    slab: tuple[int, int]
+    moves: list[Move] | None  # None: computed when their turn comes
+    spans: list[_Span | None]
+
+
+def stream(
+    outputs: Iterable[Output],
+    source: Checkpoint,
+    size: int,
+    hashes: dict[str, str] | None = None,
+    array: Callable[[str], np.ndarray] | None = None,
+) -> Generator[Slab, None, None]:
+    """All slabs of all outputs in order.
+
+    Args:
+        outputs: what is to be written.
+        source: where its tensors are.
+        size: bytes of a slab.
+        hashes: where to put the SHA-256 of each source tensor that is read whole, under its name; None hashes nothing.
+        array: gives tensors that are computed, if not those of ``source`` are meant.
+
+    Raises:
+        GdnError: a file of the source became shorter.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        try:
+            yield from _Stream(source, size, hashes, array, readers).slabs(outputs)
+        finally:
+            readers.shutdown(wait=True, cancel_futures=True)
+
+
+class _Stream:
+    def __init__(
+        self,
+        source: Checkpoint,
+        size: int,
+        hashes: dict[str, str] | None,
+        array: Callable[[str], np.ndarray] | None,
+        readers: ThreadPoolExecutor,
+    ) -> None:
+        self._source, self._size, self._hashes, self._array = source, size, hashes, array
+        self._readers = readers
+        self._memory = Buffers(_AHEAD * size)
+        self._loading: dict[_Span, _Loading] = {}
+        self._bytes = 0
+
+    def slabs(self, outputs: Iterable[Output]) -> Iterator[Slab]:
+        two = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # one is filled while the other is written
+        used: deque[_Step] = deque()
+        for step in self._ahead(outputs):
+            while len(used) > 1:
+                self._done(used.popleft())
+            buffer = None
+            if step.output.verbatim is None:
+                two.reverse()
+                wanted = min(step.output.nbytes, 2 * self._size)
+                if two[0].nbytes < wanted:
+                    two[0] = np.empty(wanted, np.uint8)
+                buffer = two[0]
+            filled = step.output.fill(step.slab, self._moves(step), buffer)
+            yield Slab(step.output, memoryview(filled.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+            if step.moves is None or None in step.spans:
+                self._source.release()
+            used.append(step)
+
+    def _ahead(self, outputs: Iterable[Output]) -> Iterator[_Step]:
+        """Steps in order, each with its sources asked for some time before."""
+        waiting: deque[_Step] = deque()
+        for output in outputs:
+            for slab in output.slabs(self._size):
+                moves, spans = None, []
+                if output.verbatim is not None or self._array is None:
+                    moves = output.moves(slab, self._source.array)
+                    spans = [self._span(move) for move in moves]
+                for span in dict.fromkeys(spans):
+                    if span is not None:
+                        self._ask(span)
+                waiting.append(_Step(output, slab, moves, spans))
+                while waiting and (self._bytes > _AHEAD * self._size or len(waiting) > _STEPS):
+                    yield waiting.popleft()
+        yield from waiting
+
+    def _span(self, move: Move) -> _Span | None:
+        """The bytes to read for a move, or None where they are too far apart."""
+        whole = self._source.where[move.name][1].nbytes
+        if whole <= self._size:
+            return _Span(move.name, 0, whole)
+        x = move.elements
+        reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)) + x.itemsize
+        if reach <= 2 * x.nbytes:
+            return _Span(move.name, move.at, move.at + reach)
+        if whole <= _WHOLE:
+            return _Span(move.name, 0, whole)
+        self._source.prefetch(move.name)
+        return None
+
+    def _ask(self, span: _Span) -> None:
+        if span not in self._loading:
+            self._loading[span] = _Loading(self._readers.submit(self._load, span))
+            self._bytes += span.end - span.begin
+        self._loading[span].users += 1
+
+    def _load(self, span: _Span) -> tuple[np.ndarray, mmap]:
+        file, tensor = self._source.where[span.name]
+        path = self._source.files[file]
+        data, memory = read(path, tensor.begin + span.begin, tensor.begin + span.end, self._memory)
+        if data.nbytes != span.end - span.begin:
+            raise GdnError(f"{path} became shorter while it was read; it must not change.")
+        if self._hashes is not None and tensor.nbytes <= self._size and span.name not in self._hashes:
+            self._hashes[span.name] = hashlib.sha256(data).hexdigest()  # type: ignore[arg-type]
+        return data, memory
+
+    def _moves(self, step: _Step) -> Iterator[Move]:
+        """The moves of a step, their elements in memory."""
+        if step.moves is None:
+            yield from step.output.moves(step.slab, self._array or self._source.array)
+            return
+        for move, span in zip(step.moves, step.spans, strict=True):
+            if span is None or not move.elements.size:
+                yield move
+                continue
+            data, _ = self._loading[span].future.result()
+            x, at = move.elements, move.at - span.begin
+            yield move._replace(elements=np.ndarray(x.shape, x.dtype, data, at, x.strides))
+
+    def _done(self, step: _Step) -> None:
+        for span in dict.fromkeys(step.spans):
+            if span is None:
+                continue
+            loading = self._loading[span]
+            loading.users -= 1
+            if not loading.users:
+                self._memory.give(loading.future.result()[1])
+                del self._loading[span]
+                self._bytes -= span.end - span.begin
