@@ -1,4 +1,4 @@
-"""The backward kernel: gradients against the oracle, what is exact, and jax's transformations."""
+"""The backward kernels: gradients against the oracle, what is exact, and jax's transformations."""
 
 from __future__ import annotations
 
@@ -60,9 +60,12 @@ def loss_gradients(x):
 # values
 
 
-@pytest.mark.parametrize("variant", ["GDN", pytest.param("DeltaNet", marks=pytest.mark.slow)])
+SLOW = ("DeltaNet", "GDN-2", "GLA", "GLA (scalar)", "tile-grouped")
+
+
+@pytest.mark.parametrize("variant", ["GDN", "KDA", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_gradients_are_the_oracle_s(variant):
-    x = make(variant, state=True)
+    x = make(variant, state=True, B=1)
     d = cotangents(x)
     o, found = gradients(x, d)
     want = oracle(x, d)
@@ -93,9 +96,10 @@ def test_precisions_hold_on_float32_inputs(case, precision, monkeypatch):
     assert report.ok, [row for row in report.rows if not row.ok]
 
 
-def test_gates_have_no_gradient_where_nothing_is_left():
+@pytest.mark.parametrize("variant", ["GDN", pytest.param("KDA", marks=pytest.mark.slow)])
+def test_gates_have_no_gradient_where_nothing_is_left(variant):
     """At a reset, and at the first token of a sequence that starts from nothing; what lies before a reset has none."""
-    x = make(T=40)
+    x = make(variant, T=40)
     x["g"][:, 21] = -np.inf
     x["g"][:, 22] = -105.0
     d = {"o": cotangents(x)["o"]}
@@ -106,7 +110,7 @@ def test_gates_have_no_gradient_where_nothing_is_left():
         assert not np.any(found[name][:, :21])
         assert np.any(found[name][:, 22:])
     assert np.any(found["g"][:, 23:])
-    first = make(T=40)
+    first = make(variant, T=40)
     _, found = gradients(first, cotangents(first))
     assert not np.any(found["g"][:, 0])
     assert np.all(found["g"][:, 1] != 0)
@@ -115,9 +119,9 @@ def test_gates_have_no_gradient_where_nothing_is_left():
 # sequences
 
 
-@pytest.fixture(scope="module")
-def packed():
-    x = make(B=1, T=60, dtype="bfloat16", state=True, N=5)
+@pytest.fixture(scope="module", params=["GDN", pytest.param("KDA", marks=pytest.mark.slow)])
+def packed(request):
+    x = make(request.param, B=1, T=60, dtype="bfloat16", state=True, N=5)
     return {**x, "cu_seqlens": np.asarray([0, 21, 21, 44, 44, 60], np.int32)}
 
 

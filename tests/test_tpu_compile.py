@@ -86,6 +86,11 @@ CALLS = [
         for call in (
             PLAIN, {**PLAIN, "N": 5, "T": 500}, {**PLAIN, "K": 100, "V": 48, "T": 130, "dtype": "float32"},
             {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65},
+            {**PLAIN, "variant": "KDA", "precision": "fast"},
+            {**PLAIN, "variant": "GDN-2", "N": 3, "T": 500},
+            {**PLAIN, "variant": "KDA", "K": 100, "V": 48, "T": 130, "dtype": "float32"},
+            {**PLAIN, "variant": "grouped", "H": 1, "HV": 2, "K": 256, "V": 256, "T": 256},
+            {**PLAIN, "variant": "GLA", "K": 64, "V": 64, "T": 64},
         )
     ),
     {**PLAIN, "H": 1, "HV": 8, "chunk_size": 256},

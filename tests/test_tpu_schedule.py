@@ -653,7 +653,7 @@ def test_the_command_line(tmp_path):
     assert [r["chip"] for r in json.loads(done.stdout)["reports"]] == list(CHIPS)
     for more, words in (
         (["--op", "step"], "'xla' runs a step"),
-        (["--op", "backward", "--variant", "kda"], "no Pallas kernel computes the backward pass of --variant kda"),
+        (["--op", "backward", "--dtype", "float16"], "cannot load float16"),
         (["--fused", "--variant", "delta"], "--fused is for --op forward and variants with a decay"),
         (["--chip", "v9"], "must be one of v4"),
         (["--heads", "0"], "--heads is 0; it must be at least 1"),

@@ -51,7 +51,6 @@ class Pallas:
     auto = True
     priority = 20
     slow = False
-    remark = "gradients by xla where gates are given by channel or group"
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
     #: Stages that its kernel never forms: ``probe`` derives them with its own solver.

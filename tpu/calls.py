@@ -23,7 +23,7 @@ from .kernels.forward import PROBED, forward
 from .kernels.reverse import reverse
 from .pipeline_plan import Pipeline, pipeline
 from .pipelined import by_pipeline, core
-from .plan import CHUNK, Plan, backward_plan, plan
+from .plan import CHUNK, Plan, backward_plan, plan, widths
 from .reverse_plan import Reverse, reverse_plan
 
 __all__ = ["KEPT", "compute", "compute_gradients", "compute_with_states", "probe"]
@@ -155,7 +155,7 @@ def _plans(s: Signature, stages: Any) -> tuple[Any, Any] | None:
         return pair
     p = backward_plan(s)
     line = pipeline(s, core(), every=True) if own and p is not None and p.C == CHUNK else None
-    return None if p is None else (line or p, p)
+    return None if p is None else (line or p._replace(widths=widths(s)), p)
 
 
 # Both halves of the gradient have gradients too: second derivatives are those of the other backend.
@@ -287,11 +287,14 @@ def _by_backward_kernel(
     else:
         rule = _rule_operands(s, p, x)
         d = backward(p, *rule, kept["S"], dO, dS, bounds, dtypes=dtypes, interpret=interpret, stages=stages)
-    q, k, v, g, b = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:5])
-    b = b[..., None]
-    return pull(
-        Prepared(q, k, v, g[..., None], b, jnp.zeros_like(b), None if x.S is None else d.S, None, d_conv_state)
-    )[0]
+    q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
+    g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
+    b = w = None
+    if x.b is not None:
+        b = rest.pop(0)
+    if x.w is not None:
+        w = jnp.zeros_like(x.w) if widths(s).shared else rest.pop(0)
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else d.S, None, d_conv_state))[0]
 
 
 def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:

@@ -7,7 +7,19 @@ from typing import NamedTuple
 from ..spec.problem import Signature
 from ..spec.variants import Granularity
 
-__all__ = ["CHUNK", "LANES", "TABLE_LIMIT", "VMEM_LIMIT", "Plan", "Widths", "backward_plan", "plan", "widths"]
+__all__ = [
+    "CHUNK",
+    "LANES",
+    "ONE_GATE",
+    "TABLE_LIMIT",
+    "VMEM_LIMIT",
+    "Plan",
+    "Widths",
+    "backward_plan",
+    "gates_together",
+    "plan",
+    "widths",
+]
 
 #: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
 CHUNK = 128
@@ -38,6 +50,8 @@ class Widths(NamedTuple):
         return (self.decay, *(n for n in (self.erase, 0 if self.shared else self.write) if n))
 
 
+#: One decay and one gate a head.
+ONE_GATE = Widths(1, 1, 1, True)
 #: Groups of channels up to which each has a matrix of decays of its own; more are computed channel by channel.
 GROUPS = 4
 
@@ -113,6 +127,11 @@ class Plan(NamedTuple):
         return 20 * self.chunks
 
 
+def gates_together(p: Plan, n: int) -> bool:
+    """Whether n gates a head of a group of heads are a legal block of all of them as they lie."""
+    return p.groups == 1 or p.heads * n % LANES == 0
+
+
 class _Backward(Plan):
     """The same of the backward kernel, whose chunks are those that states were kept of."""
 
@@ -122,19 +141,21 @@ class _Backward(Plan):
         lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
         C, heads, keys, values = self.C, self.heads, lanes(self.K), lanes(self.V)
         tokens = C * (lanes(self.P * self.K) * (2 * self.q_bytes + 8) + 3 * lanes(heads * self.V) * 4)
-        gates = 4 * C * lanes(heads) * 4
+        gates = 2 * 4 * C * sum(lanes(heads * n) for n in self.widths.given)
         state = heads * self.K * values * 4
-        return 2 * (tokens + gates + 3 * state) + 4 * state + heads * C * (14 * lanes(C) + 6 * keys + 8 * values) * 4
+        factors = 0 if self.widths == ONE_GATE else 2 * C.bit_length() + 6
+        spilled = heads * C * (14 * lanes(C) + (6 + factors) * keys + 8 * values) * 4
+        return 2 * (tokens + gates + 3 * state) + 4 * state + spilled
 
 
-def plan(s: Signature, kind: type[Plan] = Plan) -> Plan:
+def plan(s: Signature, kind: type[Plan] = Plan, gates: Widths | None = None) -> Plan:
     """The plan of a call: the longest chunks that fit, unless the call names their length, and then the most heads.
 
     Whoever runs it checks ``vmem`` and ``table_bytes`` first: where nothing fits, this is the smallest there is.
     """
     size = min(s.chunk_size or CHUNK, max(SHORTEST, 1 << (s.T - 1).bit_length()))
     while True:
-        choices = [kind(*_plan(s, size, P)) for P in range(1, s.H + 1) if _legal(s, P)]
+        choices = [kind(*_plan(s, size, P, gates or widths(s))) for P in range(1, s.H + 1) if _legal(s, P)]
         fits = [p for p in choices if p.vmem <= VMEM_LIMIT]
         if fits:
             few = [p for p in fits if p.heads <= HEADS]
@@ -145,10 +166,10 @@ def plan(s: Signature, kind: type[Plan] = Plan) -> Plan:
 
 
 def backward_plan(s: Signature) -> Plan | None:
-    """The plan of a call for the backward kernel, or None where there is none for it."""
-    if widths(s) != Widths(1, 1, 1, True):
-        return None
-    p = plan(s, _Backward)
+    """The plan of a call for the backward kernel, or None where none fits; decays by channel unless all gates are one a
+    head."""
+    gates = widths(s)
+    p = plan(s, _Backward, gates if gates == ONE_GATE else gates._replace(decay=s.K))
     return p if p.vmem <= VMEM_LIMIT and p.table_bytes <= TABLE_LIMIT else None
 
 
@@ -158,7 +179,7 @@ def _legal(s: Signature, P: int) -> bool:
     return s.H % P == 0 and (s.H == P or all(width % LANES == 0 for width in widths))
 
 
-def _plan(s: Signature, size: int, P: int) -> Plan:
+def _plan(s: Signature, size: int, P: int, gates: Widths) -> Plan:
     return Plan(
         B=s.B,
         T=s.T,
@@ -174,5 +195,5 @@ def _plan(s: Signature, size: int, P: int) -> Plan:
         scale=s.scale,
         precision=s.precision,
         packed=s.packed,
-        widths=widths(s),
+        widths=gates,
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 from .pipeline_plan import Core, Pipeline, pipeline
-from .plan import CHUNK, Widths, widths
+from .plan import CHUNK, ONE_GATE, widths
 
 __all__ = ["Reverse", "reverse_plan"]
 
@@ -64,7 +64,7 @@ class Reverse(NamedTuple):
 
 def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
     """The plans of a call's forward pass, which keeps what the backward pass needs, and of that; None if one cannot."""
-    if widths(s) != Widths(1, 1, 1, True) or s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest":
+    if widths(s) != ONE_GATE or s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest":
         return None
     line = pipeline(s, core, every=True, solved=True)
     R = s.HV // s.H

@@ -67,11 +67,6 @@ def call(
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
     if fused and (op != "forward" or VARIANTS[variant][0] is None):
         raise GdnError("--fused is for --op forward and variants with a decay: no other call has it all inside.")
-    if op == "backward" and variant not in ("gdn", "delta"):
-        raise GdnError(
-            f"no Pallas kernel computes the backward pass of --variant {variant} yet; its gradients are xla's, which "
-            "portable_gdn.tpu.schedule compiles as it does any function."
-        )
     given = operand_shapes(op, variant, shape)
     x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
     if op == "step":

@@ -1,9 +1,9 @@
-"""The backward kernel of the scalar-gated rule: the grid of ``forward``, its chunks in reverse.
+"""The backward kernel of every variant: the grid of ``forward``, its chunks in reverse.
 
 The cotangent of the state goes from one chunk to the one before it in VMEM scratch; the state at each chunk's start was
-kept by the forward pass, and everything else of the chunk is computed again. Blocks are those of the forward kernel:
-the gradients of q, k, v in HBM as [B, T, heads * channels], those of gates as [B, groups, T, P R], of states as
-[N, HV, K, V]. A key head's gradients are summed over its value heads before they leave the chip.
+kept by the forward pass, and everything else of the chunk is computed again. Blocks are those of the forward kernel,
+those of gradients as those of their operands. A key head's gradients are summed over its value heads before they leave
+the chip. A chunk of a rule with one decay and gate a head is ``gradients``', of any other ``channel_gradients``'.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...spec.stages import RESET
 from .. import table as tb
-from ..plan import Plan
+from ..plan import ONE_GATE, Plan, gates_together
 from . import stages as kernel_stages
+from .channel_gradients import HeadOperands, by_head, gradients, scores
 from .dot import KernelProduct
 from .gradients import chunk_gradients
 from .rows import Rows
@@ -38,8 +39,7 @@ class RuleGradients(NamedTuple):
     q: Array
     k: Array
     v: Array
-    g: Array
-    b: Array
+    gates: tuple[Array, ...]
     S: Array
 
 
@@ -47,22 +47,21 @@ class _Refs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    g: Any
-    b: Any
+    gates: tuple[Any, ...]
     S: Any
     dO: Any
     dS_after: Any
     dq: Any
     dk: Any
     dv: Any
-    dg: Any
-    db: Any
+    dgates: tuple[Any, ...]
     dS_before: Any
     dS: Any
 
 
-def _kernel(p: Plan, stages: Any, table: Any, *refs: Any) -> None:
-    x = _Refs(*refs)
+def _kernel(p: Plan, stages: Any, batched: bool, table: Any, *refs: Any) -> None:
+    n = len(p.widths.given)
+    x = _Refs(*refs[:3], refs[3 : 3 + n], *refs[3 + n : 9 + n], refs[9 + n : 9 + 2 * n], *refs[9 + 2 * n :])
     chunk = p.chunks - 1 - pl.program_id(1)
     entry = chunk * tb.WORDS
     begin, end, flags = table[entry + tb.BEGIN], table[entry + tb.END], table[entry + tb.FLAGS]
@@ -72,29 +71,28 @@ def _kernel(p: Plan, stages: Any, table: Any, *refs: Any) -> None:
     def _() -> None:
         x.dS[...] = x.dS_after[0]
 
-    @pl.when((chunk == p.chunks - 1) | (table[following + tb.BLOCK] != table[entry + tb.BLOCK]))
-    def _() -> None:  # the first visit of a block in this order
-        for ref in (x.dq, x.dk, x.dv, x.dg, x.db):
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+    if p.packed:
+
+        @pl.when((chunk == p.chunks - 1) | (table[following + tb.BLOCK] != table[entry + tb.BLOCK]))
+        def _() -> None:  # the first visit of a block in this order
+            for ref in (x.dq, x.dk, x.dv, *x.dgates):
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
     @pl.when(begin < end)
     def _() -> None:
-        _chunk(p, stages, x, begin, end)
+        rows = Rows(p, begin, end)
+        if p.widths == ONE_GATE:
+            _chunk(p, stages, x, rows)
+        else:
+            _channel_chunk(p, stages, batched, x, rows)
 
     @pl.when(flags & tb.FIRST != 0)
     def _() -> None:
         x.dS_before[0] = x.dS[...]
 
 
-def _chunk(p: Plan, stages: Any, x: _Refs, begin: Array, end: Array) -> None:
-    rows = Rows(p, begin, end)
-
-    def put_columns(ref: Any, a: Array) -> None:
-        a, lane = jnp.reshape(a, (p.heads, p.C, 1)), lax.broadcasted_iota(jnp.int32, (p.C, p.heads), 1)
-        for i in range(p.heads):
-            ref[0, 0] = jnp.where(rows.own(p.heads) & (lane == i), a[i], ref[0, 0])
-
-    g, b = (jnp.where(rows.own(p.heads), ref[0, 0], 0.0) for ref in (x.g, x.b))
+def _chunk(p: Plan, stages: Any, x: _Refs, rows: Rows) -> None:
+    g, b = (rows.head(ref, 0, p.heads) for ref in x.gates)
     G, count = (rows.by_head(a, 1) for a in stages.decay(g))
     state = lambda a: jnp.reshape(a, (p.P, p.R, p.K, p.V))  # noqa: E731
     d = chunk_gradients(
@@ -114,9 +112,43 @@ def _chunk(p: Plan, stages: Any, x: _Refs, begin: Array, end: Array) -> None:
     )
     for ref, a, width in ((x.dq, d.q, p.K), (x.dk, d.k, p.K), (x.dv, d.v, p.V)):
         rows.put(ref, a, width)
-    put_columns(x.dg, d.g)
-    put_columns(x.db, d.b)
+    for ref, a in zip(x.dgates, (d.g, d.b), strict=True):
+        rows.put_columns(ref, list(jnp.reshape(a, (p.heads, p.C, 1))))
     x.dS[...] = jnp.reshape(d.S, x.dS.shape)
+
+
+def _channel_chunk(p: Plan, stages: Any, batched: bool, x: _Refs, rows: Rows) -> None:
+    mm, operands = KernelProduct(p.precision), []
+    refs = list(x.gates)
+    widths = {"g": p.widths.decay, "b": p.widths.erase, "w": 0 if p.widths.shared else p.widths.write}
+    given = {name: (refs.pop(0), n) for name, n in widths.items() if n}
+    key_heads = [[rows.head(ref, h, p.K) for ref in (x.q, x.k)] for h in range(p.P)]
+    for i in range(p.heads):
+        gate = {name: rows.head(ref, i, n) for name, (ref, n) in given.items()}
+        v, dO = (rows.head(ref, i, p.V) for ref in (x.v, x.dO))
+        gates = gate["g"], gate.get("b"), gate.get("w")
+        operands.append(HeadOperands(*key_heads[i // p.R], v, *gates, x.S[0, i], dO, x.dS[i]))
+    shared = p.widths.shared
+    found = by_head(lambda a: scores(mm, a, shared, p.scale), [(a,) for a in operands], batched)
+    M: Any = [None] * p.heads
+    if p.widths.erase:
+        M = stages.inverse(mm, jnp.stack([a.A for a in found]))
+    solved = list(zip(operands, found, M, strict=True))
+    d = by_head(lambda a, n, m: gradients(mm, a, n, m, shared, p.scale), solved, batched)
+    for h in range(p.P):
+        mine = d[h * p.R : (h + 1) * p.R]
+        rows.put_head(x.dq, h, sum((a.q for a in mine[1:]), mine[0].q))
+        rows.put_head(x.dk, h, sum((a.k for a in mine[1:]), mine[0].k))
+    for i, a in enumerate(d):
+        rows.put_head(x.dv, i, a.v)
+        x.dS[i] = a.S
+    for ref, (name, (_, n)) in zip(x.dgates, given.items(), strict=True):
+        of = [getattr(a, name) for a in d]
+        if n == 1:
+            rows.put_columns(ref, of)
+        else:
+            for i, a in enumerate(of):
+                rows.put_head(ref, i, a)
 
 
 def backward(
@@ -146,7 +178,6 @@ def backward(
     """
     table = tb.chunk_table(p, cu_seqlens)
     HV = p.H * p.R
-    grouped = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads)), 1, 2)  # noqa: E731
     flat = lambda a: jnp.reshape(a, (p.B, p.T, -1))  # noqa: E731
 
     def place(c: Any, t: Any) -> tuple[Any, Any]:
@@ -156,7 +187,7 @@ def backward(
     def tokens(h: Any, c: Any, t: Any) -> tuple[Any, ...]:
         return (*place(c, t), h)
 
-    def gate(h: Any, c: Any, t: Any) -> tuple[Any, ...]:
+    def column(h: Any, c: Any, t: Any) -> tuple[Any, ...]:
         row, block = place(c, t)
         return row, h, block, 0
 
@@ -165,18 +196,26 @@ def backward(
 
     keys = pl.BlockSpec((1, p.C, p.P * p.K), tokens)
     values = pl.BlockSpec((1, p.C, p.heads * p.V), tokens)
-    column = pl.BlockSpec((1, 1, p.C, p.heads), gate)
+    apart = [not gates_together(p, n) for n in p.widths.given]
+    given = [
+        jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2) if far else flat(a)
+        for a, n, far in zip(gates, p.widths.given, apart, strict=True)
+    ]
+    gate = [
+        pl.BlockSpec((1, 1, p.C, p.heads * n), column) if far else pl.BlockSpec((1, p.C, p.heads * n), tokens)
+        for n, far in zip(p.widths.given, apart, strict=True)
+    ]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
     kept = pl.BlockSpec((1, p.heads, p.K, p.V), lambda h, c, t: (p.chunks - 1 - c, h, 0, 0))
-    rows, given = (lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)), [grouped(a) for a in gates]
-    dq, dk, dv, dg, db, dS0 = pl.pallas_call(
-        partial(_kernel, p, stages),
+    rows = lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)  # noqa: E731
+    dq, dk, dv, *dgates, dS0 = pl.pallas_call(
+        partial(_kernel, p, stages, interpret is not False),
         name="gated_delta_rule_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(p.groups, p.chunks),
-            in_specs=[keys, keys, values, column, column, kept, values, states],
-            out_specs=[keys, keys, values, column, column, states],
+            in_specs=[keys, keys, values, *gate, kept, values, states],
+            out_specs=[keys, keys, values, *gate, states],
             scratch_shapes=[pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)],
         ),
         out_shape=[
@@ -191,5 +230,8 @@ def backward(
         interpret=interpret,
     )(table, flat(q), flat(k), flat(v), *given, S, flat(dO), dS)
     heads = lambda a, width: jnp.reshape(a, (p.B, p.T, -1, width))  # noqa: E731
-    per_head = lambda a: jnp.reshape(jnp.swapaxes(a, 1, 2), (p.B, p.T, HV))  # noqa: E731
-    return RuleGradients(heads(dq, p.K), heads(dk, p.K), heads(dv, p.V), per_head(dg), per_head(db), dS0)
+    found = [
+        jnp.reshape(jnp.swapaxes(a, 1, 2) if far else a, (p.B, p.T, HV, n))
+        for a, n, far in zip(dgates, p.widths.given, apart, strict=True)
+    ]
+    return RuleGradients(heads(dq, p.K), heads(dk, p.K), heads(dv, p.V), tuple(found), dS0)

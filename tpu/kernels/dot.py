@@ -23,7 +23,8 @@ Array = Any
 #: What each operand keeps by the precision of the call; "bfloat16x3" is a sum of two bfloat16 halves, 16 bits.
 KEPT: Mapping[str, Mapping[str, str]] = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}
 
-_DIMENSIONS = {"nn": ((2,), (1,)), "nt": ((2,), (2,)), "tn": ((1,), (1,))}
+#: Which of the last two dimensions of each operand are contracted.
+_CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
 
 class KernelProduct:
@@ -71,14 +72,16 @@ def exact_sums(ones: Array, x: Array) -> Array:
     Three bfloat16 pieces add up to a float32 number, so three passes are enough, and ones are exact.
     """
     lead, x = x.shape[:-2], _flat(x, x.shape[:-2])
-    ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (x.shape[0], *ones.shape))
+    ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (*x.shape[:-2], *ones.shape))
     high, middle, low = exact_pieces(x)
     out = _dot("nn", ones, high) + (_dot("nn", ones, middle) + _dot("nn", ones, low))
     return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
 
 def _flat(x: Array, lead: tuple[int, ...]) -> Array:
-    """The leading dimensions as one, since Mosaic batches over one."""
+    """The leading dimensions as one, since Mosaic batches over one, or none."""
+    if not lead:
+        return x
     if x.shape[:-2] != lead:
         x = jnp.broadcast_to(x, (*lead, *x.shape[-2:]))
     return jnp.reshape(x, (-1, *x.shape[-2:]))
@@ -87,11 +90,12 @@ def _flat(x: Array, lead: tuple[int, ...]) -> Array:
 def _dot(form: str, a: Array, b: Array) -> Array:
     if a.dtype != b.dtype:  # a half-precision operand beside one that keeps float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    exact = a.dtype == jnp.float32
+    exact, batch = a.dtype == jnp.float32, tuple(range(a.ndim - 2))
+    left, right = (len(batch) + n for n in _CONTRACTED[form])
     return lax.dot_general(
         a,
         b,
-        (_DIMENSIONS[form], ((0,), (0,))),
+        (((left,), (right,)), (batch, batch)),
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .. import table as tb
-from ..plan import LANES, Plan
+from ..plan import Plan, gates_together
 from . import stages as kernel_stages
 from .dot import KernelProduct
 from .rows import Rows
@@ -160,7 +160,7 @@ def forward(
 
     def gate(a: Array, n: int) -> tuple[Array, pl.BlockSpec]:
         """As it lies where a group of heads is a legal block of lanes, else with the groups apart."""
-        if p.groups == 1 or p.heads * n % LANES == 0:
+        if gates_together(p, n):
             return flat(a), pl.BlockSpec((1, p.C, p.heads * n), tokens)
         apart = jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2)
         return apart, pl.BlockSpec((1, 1, p.C, p.heads * n), column)

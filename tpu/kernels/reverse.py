@@ -355,6 +355,6 @@ def reverse(
         interpret=interpret,
     )(*(a for a, _ in operands.values()))
     heads = lambda a: jnp.reshape(a, (p.B, p.T, -1, C))  # noqa: E731
-    per_head = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, -1, p.T)), 1, 2)  # noqa: E731
+    per_head = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, -1, p.T)), 1, 2)[..., None]  # noqa: E731
     dq, dk, dv, dg, db, dS0 = out
-    return RuleGradients(heads(dq), heads(dk), heads(dv), per_head(dg), per_head(db), jnp.swapaxes(dS0, -1, -2))
+    return RuleGradients(heads(dq), heads(dk), heads(dv), (per_head(dg), per_head(db)), jnp.swapaxes(dS0, -1, -2))

@@ -32,14 +32,34 @@ class Rows(NamedTuple):
         parts = [ref[0, :, i * width : (i + 1) * width].astype(jnp.float32) for i in range(number)]
         return jnp.reshape(jnp.stack([jnp.where(keep, a, 0.0) for a in parts]), (self.p.P, of, self.p.C, width))
 
+    def head(self, ref: Any, i: int, width: int) -> Array:
+        """One head of a block [1, C, heads * width], or [1, 1, C, heads * width], as float32, other rows 0."""
+        whole = ref.at[0] if len(ref.shape) == 3 else ref.at[0, 0]
+        return jnp.where(self.own(width), whole[:, i * width : (i + 1) * width].astype(jnp.float32), 0.0)
+
     def by_head(self, a: Array, width: int) -> Array:
         """Value heads of [C, heads * width] as [P, R, C, width]."""
         parts = [a[:, i * width : (i + 1) * width] for i in range(self.p.heads)]
         return jnp.reshape(jnp.stack(parts), (self.p.P, self.p.R, self.p.C, width))
 
     def put(self, ref: Any, a: Array, width: int) -> None:
-        """Heads [.., C, width] into a block [1, C, heads * width], which keeps its other rows."""
-        keep, a = self.own(width), jnp.reshape(a, (-1, self.p.C, width))
+        """Heads [.., C, width] into a block [1, C, heads * width], which keeps rows of other chunks."""
+        a = jnp.reshape(a, (-1, self.p.C, width))
         for i in range(a.shape[0]):
-            lanes = slice(i * width, (i + 1) * width)
-            ref[0, :, lanes] = jnp.where(keep, a[i], ref[0, :, lanes].astype(jnp.float32)).astype(ref.dtype)
+            self.put_head(ref, i, a[i])
+
+    def put_head(self, ref: Any, i: int, a: Array) -> None:
+        """One head [C, width] into a block [1, C, heads * width], or [1, 1, C, heads * width]."""
+        width = a.shape[1]
+        whole, lanes = ref.at[0] if len(ref.shape) == 3 else ref.at[0, 0], slice(i * width, (i + 1) * width)
+        if self.p.packed:  # else rows outside the chunk are nobody's
+            a = jnp.where(self.own(width), a, whole[:, lanes].astype(jnp.float32))
+        whole[:, lanes] = a.astype(ref.dtype)
+
+    def put_columns(self, ref: Any, columns: list[Array]) -> None:
+        """A column [C, 1] a head into a block [1, 1, C, heads] or [1, C, heads]."""
+        lane = lax.broadcasted_iota(jnp.int32, (self.p.C, len(columns)), 1)
+        a = jnp.zeros(lane.shape, jnp.float32)
+        for i, column in enumerate(columns):
+            a = jnp.where(lane == i, column, a)
+        self.put_head(ref, 0, a)

@@ -179,7 +179,7 @@ def state(mm: KernelProduct, k: Array, Vn: Array, G: Array, count: Array, S: Arr
     kept, to_end = spec.across(jnp, G, count), spec.to_end(jnp, G, count)
     if G.shape[-1] == 1:
         return kept * S + mm.left_transposed(k, to_end * Vn, "k", "Vn")
-    return _down_rows(kept) * S + mm.left_transposed(to_end * k, Vn, "k", "Vn")
+    return down_rows(kept) * S + mm.left_transposed(to_end * k, Vn, "k", "Vn")
 
 
 def _wide(k: Array, G: Array, count: Array) -> tuple[Array, Array]:
@@ -187,7 +187,7 @@ def _wide(k: Array, G: Array, count: Array) -> tuple[Array, Array]:
     return channels_of.wide(G, k.shape[-1]), channels_of.wide(count, k.shape[-1])
 
 
-def _down_rows(x: Array) -> Array:
+def down_rows(x: Array) -> Array:
     """A row [.., 1, K] as a column [.., K, 1]; the inverse of ``across_lanes``."""
     row, column = _square(x.shape[-1])
     return jnp.sum(jnp.where(row == column, x, 0.0), axis=-1, keepdims=True)

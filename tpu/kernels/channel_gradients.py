@@ -1,0 +1,307 @@
+"""One chunk of one value head backwards, decays by channel: ``spec.chunkwise.backward_chunk`` on values in VMEM.
+
+Decays are factors (``decays``), so no exponent is positive and a reset is a factor 0. With P_i the decay from a block's
+start into row i and Q_j that from row j to its block's end, a level of s rows gives to rows i of right blocks and keys
+j of the left blocks beside them
+
+    into rows  P_i sum_j dA_ij (k_j Q_j)          into keys  Q_j sum_i dA_ij (x_i P_i)
+
+The gates' cotangents are those of the factors' logarithms. Doubling blocks multiplies P of a right block's rows by the
+last P of the left block, and Q of a left block's rows by the last P of the right one; so what reaches the factors of
+blocks of 2 s rows reaches, summed over half a block, one row of the other half, level by level down to single tokens,
+whose P is exp(g). Every sum is of terms that decay across the token, and nothing cancels.
+
+Heads are separate arrays, and functions generators that stop where products are awaited: ``by_head`` runs many side by
+side, since the matrix unit takes products in program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...spec.stages import RESET
+from .decays import doubled, joined, split
+from .dot import KernelProduct
+from .stages import across_lanes, down_rows
+
+__all__ = ["ChannelGradients", "HeadOperands", "HeadScores", "by_head", "gradients", "scores"]
+
+Array = Any
+
+_SUBLANES = 8  # rows of a float32 tile
+
+
+class HeadOperands(NamedTuple):
+    """Of a chunk and value head, float32: q, k, g [C, K]; v, dO [C, V]; b [C, 1 or K] and w [C, 1 or V], None where
+    there is none, w too where b is one gate for both; S, at the chunk's start, and dS, the cotangent of the state after
+    it, [K, V]."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    b: Array | None
+    w: Array | None
+    S: Array
+    dO: Array
+    dS: Array
+
+    def parts(self, shared: bool) -> tuple[Array | None, Array, Array]:
+        """What erases, what is written as key, and as value, [C, K] twice and [C, V].
+
+        One gate for both scales keys alone: Vn = b u, and u = (I + L diag(b))^-1 (v - (k exp G) S) with L of keys.
+        """
+        if shared:
+            return self.k, self.b * self.k, self.v
+        return None if self.b is None else self.b * self.k, self.k, self.v if self.w is None else self.w * self.v
+
+
+class HeadScores(NamedTuple):
+    """A (None where nothing erases) and Aqk [C, C], keys as written; factors P and Q of blocks of 1, 2, 4, ... C rows,
+    [C, K] each."""
+
+    A: Array | None
+    Aqk: Array
+    factors: list[tuple[Array, Array]]
+
+
+class ChannelGradients(NamedTuple):
+    """Cotangents of a head's operands: q, k, g [C, K]; v [C, V]; b, w as they are given; S [K, V]."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    b: Array | None
+    w: Array | None
+    S: Array
+
+
+def by_head(run: Callable[..., Iterator[Any]], heads: Sequence[tuple[Any, ...]], batched: bool) -> list[Any]:
+    """What a generator function returns for the arguments of each head.
+
+    The generators take turns. ``batched``, for interpreters: heads are one batch of the same program, so that XLA does
+    not compile it once a head.
+    """
+    if batched:
+        found = jax.vmap(lambda args: _finished(run(*args)))(jax.tree.map(lambda *a: jnp.stack(a), *heads))
+        return [jax.tree.map(lambda a, i=i: a[i], found) for i in range(len(heads))]
+    parts = [run(*args) for args in heads]
+    found: list[Any] = [None] * len(parts)
+    going = dict(enumerate(parts))
+    while going:
+        for i, part in list(going.items()):
+            try:
+                next(part)
+            except StopIteration as end:
+                found[i] = end.value
+                del going[i]
+    return found
+
+
+def _finished(part: Iterator[Any]) -> Any:
+    while True:
+        try:
+            next(part)
+        except StopIteration as end:
+            return end.value
+
+
+def _square(size: int) -> tuple[Array, Array]:
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return row, column
+
+
+def _half(x: Array, size: int, right: bool) -> Array:
+    """The right or the left blocks' rows [C / 2, D]."""
+    return jnp.reshape(split(x, size)[right], (x.shape[0] // 2, x.shape[1]))
+
+
+def _blocks(x: Array, size: int) -> Array:
+    """The inverse of ``split``'s half: [C / 2 size, size, D]."""
+    return jnp.reshape(x, (-1, size, x.shape[1]))
+
+
+def _beside_zeros(x: Array, size: int, right: bool) -> Array:
+    """Rows of the right or left blocks [C / 2, D] in their places, zeros in the others."""
+    x = _blocks(x, size)
+    zeros = jnp.zeros_like(x)
+    return joined(zeros, x) if right else joined(x, zeros)
+
+
+def _added(x: Array, half: Array, right: bool, size: int) -> Array:
+    """x with rows of the right or left blocks added."""
+    parts = list(split(x, size))
+    parts[right] = parts[right] + _blocks(half, size)
+    return joined(*parts)
+
+
+def scores(mm: KernelProduct, x: HeadOperands, shared: bool, scale: float) -> Iterator[Any]:
+    """``HeadScores`` of a head; shared: b is one gate for both."""
+    C = x.k.shape[0]
+    row, column = _square(C)
+    erased, key, _ = x.parts(shared)
+    rows = [x.q] if erased is None else [x.q, erased]
+    out = [jnp.where(row == column, jnp.sum(x.q * key, -1, keepdims=True), 0.0), jnp.zeros((C, C), jnp.float32)]
+    out = out[: len(rows)]
+    P, Q = jnp.exp(x.g), jnp.ones_like(x.g)
+    factors, size = [(P, Q)], 1
+    while size < C:
+        if size < _SUBLANES:
+            decayed, keys = [a * P for a in rows], key * Q
+        else:
+            decay = _half(P, size, True)
+            decayed = [_half(a, size, True) * decay for a in rows]
+            keys = _beside_zeros(_half(key, size, False) * _half(Q, size, False), size, False)
+        found = mm.right_transposed(jnp.concatenate(decayed, 0), keys, "k", "k")
+        P, Q = doubled(P, Q, size)
+        factors.append((P, Q))
+        yield
+        for i, corners in enumerate(_rows(found, len(rows))):
+            if size < _SUBLANES:
+                apart = row ^ column
+                here = (apart >= size) & (apart < 2 * size) & (row > column)
+                out[i] = jnp.where(here, corners, out[i])
+            else:
+                left, right = split(out[i], size)
+                own = split(row ^ column, size)[1] < size
+                out[i] = joined(left, jnp.where(own, right, _blocks(corners, size)))
+        size *= 2
+    Aqk = jnp.where(row >= column, out[0], 0.0) * scale
+    return HeadScores(None if erased is None else jnp.where(row > column, out[1], 0.0), Aqk, factors)
+
+
+def _rows(x: Array, count: int) -> list[Array]:
+    """Arrays that are stacked in x."""
+    height = x.shape[0] // count
+    return [x[n * height : (n + 1) * height] for n in range(count)]
+
+
+def gradients(
+    mm: KernelProduct, x: HeadOperands, found: HeadScores, M: Array | None, shared: bool, scale: float
+) -> Iterator[Any]:
+    """``ChannelGradients`` of a head; M = (I + A)^-1 [C, C], or None where nothing erases; shared as for ``scores``."""
+    S, dO, dS = x.S, x.dO, x.dS
+    erased, key, u = x.parts(shared)
+    C = key.shape[0]
+    row, column = _square(C)
+    begin, end = found.factors[-1]
+    kept = jnp.exp(jnp.sum(x.g, 0, keepdims=True))
+
+    if erased is not None:
+        u = u - mm(erased * begin, S, "k", "S")
+        yield
+        u = mm(M, u, "T", "R")
+    du = mm.left_transposed(found.Aqk, dO, "Aqk", "dO") + mm(key * end, dS, "k", "dS")
+    yield
+    Y = du if erased is None else mm.left_transposed(M, du, "T", "dVn")
+    dkey_state = end * mm.right_transposed(u, dS, "Vn", "dS")
+    dq_state = (scale * begin) * mm.right_transposed(dO, S, "dO", "S")
+    dA = [mm.right_transposed(dO, u, "dO", "Vn") * scale]
+    dAT = [mm.right_transposed(u, dO, "Vn", "dO") * scale]
+    yield
+    rows, drows = [x.q], [dq_state]
+    into = mm.left_transposed(x.q * begin * scale, dO, "q", "dO")
+    reads = x.q * dq_state
+    if erased is not None:
+        derased_state = -begin * mm.right_transposed(Y, S, "X", "S")
+        dA.append(-mm.right_transposed(Y, u, "X", "Vn"))
+        dAT.append(-mm.right_transposed(u, Y, "Vn", "X"))
+        into = into - mm.left_transposed(erased * begin, Y, "k", "X")
+        rows.append(erased)
+        drows.append(derased_state)
+        reads = reads + erased * derased_state
+        yield
+    dS0 = down_rows(kept) * dS + into
+    through = kept * across_lanes(jnp.sum(S * dS, -1, keepdims=True))
+    same = jnp.sum(jnp.where(row == column, dA[0], 0.0), -1, keepdims=True)
+    drows[0] = drows[0] + same * key
+    dkey = dkey_state + same * x.q
+    # Cotangents of log P and log Q of a level's blocks, first of the whole chunk.
+    line = lax.broadcasted_iota(jnp.int32, key.shape, 0)
+    dP = reads + jnp.where(line == C - 1, through, 0.0)
+    dQ = key * dkey_state
+    pending = None
+    size = C // 2
+    while size:
+        dP, pending = _halved(dP, dQ, pending, size)
+        P, Q = found.factors[size.bit_length() - 1]
+        apart, small = row ^ column, size < _SUBLANES
+        if small:
+            keys, decayed = key * Q, [a * P for a in rows]
+            corner = (apart >= size) & (apart < 2 * size)
+            lower, upper = corner & (row > column), corner & (row < column)
+            placed, stacked = keys, decayed
+            lows = [jnp.where(lower, a, 0.0) for a in dA]
+            ups = [jnp.where(upper, a, 0.0) for a in dAT]
+        else:
+            P, Q = _half(P, size, True), _half(Q, size, False)
+            keys, decayed = _half(key, size, False) * Q, [_half(a, size, True) * P for a in rows]
+            lower, upper = (_half(apart, size, right) < 2 * size for right in (True, False))
+            placed = _beside_zeros(keys, size, False)
+            stacked = [_beside_zeros(a, size, True) for a in decayed]
+            lows = [jnp.where(lower, _half(a, size, True), 0.0) for a in dA]
+            ups = [jnp.where(upper, _half(a, size, False), 0.0) for a in dAT]
+        to_rows = mm(jnp.concatenate(lows, 0), placed, "dA", "k")
+        to_keys = mm(jnp.concatenate(ups, 1), jnp.concatenate(stacked, 0), "dA", "k")
+        yield
+        added = (lambda x, a, right: x + a) if small else partial(_added, size=size)
+        for i, a in enumerate(_rows(to_rows, len(rows))):
+            drows[i] = added(drows[i], P * a, right=True)
+            dP = added(dP, decayed[i] * a, right=True)
+        dkey = added(dkey, Q * to_keys, right=False)
+        dQ = added(dQ, keys * to_keys, right=False)
+        size //= 2
+
+    dg = jnp.where(x.g < RESET, 0.0, dP)
+    if shared:
+        db = jnp.sum(dkey * x.k, -1, keepdims=True)
+        return ChannelGradients(drows[0], drows[1] + x.b * dkey, Y, dg, db, None, dS0)
+    db = dw = None
+    if x.b is not None:
+        db, dkey = drows[1] * x.k, dkey + x.b * drows[1]
+        db = jnp.sum(db, -1, keepdims=True) if x.b.shape[-1] == 1 else db
+    dv = Y
+    if x.w is not None:
+        dv, dw = x.w * Y, Y * x.v
+        dw = jnp.sum(dw, -1, keepdims=True) if x.w.shape[-1] == 1 else dw
+    return ChannelGradients(drows[0], dkey, dv, dg, db, dw, dS0)
+
+
+def _halved(dP: Array, dQ: Array, pending: Array | None, size: int) -> tuple[Array, Array | None]:
+    """Cotangents of log P of blocks of ``size`` rows from those of blocks of 2 size, log Q's beside them.
+
+    pending: what has reached the last row of each block of 2 size rows and is not in dP yet, as eight summands in
+    sublanes [C / 2 size, 8, K], so that sublanes are summed only once, where blocks of eight rows are cut.
+    """
+    C, K = dP.shape
+    if size >= _SUBLANES:
+        tiles = lambda x: jnp.reshape(x, (C // (2 * size), 2, size // _SUBLANES, _SUBLANES, K))  # noqa: E731
+        right, left = jnp.sum(tiles(dP)[:, 1], 1), jnp.sum(tiles(dQ)[:, 0], 1)
+        if pending is not None:
+            right, left = right + pending, left + pending
+        return dP, jnp.reshape(jnp.stack([right, left], 1), (C // size, _SUBLANES, K))
+    tiles = (C // _SUBLANES, _SUBLANES, K)
+    row = lax.broadcasted_iota(jnp.int32, tiles, 1)
+    moved = lambda x, by: jnp.take_along_axis(x, row ^ by, axis=1)  # noqa: E731
+
+    def over_blocks(x: Array, size: int) -> Array:
+        """Sums over ``size`` rows, at each of them."""
+        step = 1
+        while step < size:
+            x = x + moved(x, step)
+            step *= 2
+        return x
+
+    P, Q = jnp.reshape(dP, tiles), jnp.reshape(dQ, tiles)
+    if pending is not None:
+        P = P + jnp.where(row == _SUBLANES - 1, over_blocks(jnp.reshape(pending, tiles), _SUBLANES), 0.0)
+    total = over_blocks(jnp.where(row & size != 0, P, Q), size)
+    P = P + jnp.where(row & (size - 1) == size - 1, moved(total, size), 0.0)
+    return jnp.reshape(P, (C, K)), None
