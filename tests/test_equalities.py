@@ -1,4 +1,4 @@
-"""Where two variants are the same rule: outputs and gradients of torch, jax and (outputs) the interpreted TPU kernel.
+"""Where two variants are the same rule: outputs and gradients of torch, jax and the interpreted TPU kernels.
 
 Both sides are computed and compared; the gradient of what one side gives more finely is summed to the coarser one.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import SMALL, assert_close, cotangents, make, oracle
+
+from portable_gdn import door
+from portable_gdn.spec.problem import Options
+from portable_gdn.spec.variants import VARIANTS
 
 K, V = 16, 24
 
@@ -82,13 +86,13 @@ each = pytest.mark.parametrize(
 )
 
 
-@each
-def test_outputs_and_gradients_are_equal(framework, coarse, fine):
+def both_agree(library, coarse, fine, **options):
+    """With the oracle, and so with each other."""
     x, y = coarse(), fine()
     d = cotangents(x)
     want = oracle(x, d)
     for operands in (x, y):
-        o, state, grads = framework.both(operands, d, **SMALL)
+        o, state, grads = library.both(operands, d, **options, **SMALL)
         assert_close(o, want.o, want.sizes["o"])
         assert_close(state, want.state, want.sizes["state"])
         for name, exact in want.gradients.items():
@@ -102,10 +106,18 @@ def test_outputs_and_gradients_are_equal(framework, coarse, fine):
 
 
 @each
-def test_outputs_of_the_interpreted_tpu_kernel_are_equal(jax_library, coarse, fine):
-    x = coarse()
-    want = oracle(x)
-    for operands in (x, fine()):
-        o, state = jax_library.rule(operands, backend="pallas-interpret", **SMALL)
-        assert_close(o, want.o, want.sizes["o"])
-        assert_close(state, want.state, want.sizes["state"])
+def test_outputs_and_gradients_are_equal(framework, coarse, fine):
+    both_agree(framework, coarse, fine)
+
+
+@each
+def test_they_are_equal_on_the_interpreted_tpu_kernels(jax_library, coarse, fine):
+    both_agree(jax_library, coarse, fine, backend="pallas-interpret")
+
+
+def test_as_many_groups_as_channels_are_kda():
+    """Not only the same numbers: the same call."""
+    x = kda()
+    problem, _ = door.normalise(x, Options(), "numpy")
+    assert problem.signature.groups == K
+    assert problem.signature.variant == VARIANTS["KDA"]

@@ -180,6 +180,19 @@ def test_gates_of_kda_are_those_of_flas_reference(library, fla, op, gate):
         assert_close(state, say[f"{gate}/state"], eps=128)
 
 
+def test_parameters_of_the_gate_of_kda_in_each_shape_there_is(library):
+    """A_log [HV], or [1, 1, HV, 1] as checkpoints have it; dt_bias [HV * K] or [HV, K]: the same to the bit."""
+    x = operands("chunk_kda", T=5)
+    A, bias = np.linspace(0, 1, 4, dtype=np.float32), np.linspace(-1, 1, 64, dtype=np.float32)
+    found = [
+        run(library, "chunk_kda", {**x, "A_log": A.reshape(a), "dt_bias": bias.reshape(b)}, use_gate_in_kernel=True)[0]
+        for a in ((4,), (1, 1, 4, 1))
+        for b in ((64,), (4, 16))
+    ]
+    for o in found[1:]:
+        np.testing.assert_array_equal(o, found[0])
+
+
 # Against the oracle ------------------------------------------------------------------------------------------------
 
 

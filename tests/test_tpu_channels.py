@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import make
 
 import portable_gdn as pg
 from portable_gdn.harness.cases import Case
@@ -111,6 +112,23 @@ def test_what_is_exact_is_exact():
     other, other_state = rule({**reset, "v": reset["v"].at[:, :300].multiply(2)}, precision="fast")
     assert np.array_equal(first[:, 512:], other[:, 512:])
     assert np.array_equal(state, other_state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "T", "dim", "heads"), [("KDA", 203, 32, 8), ("tile-grouped", 203, 32, 8), ("KDA", 300, 128, 2)]
+)
+def test_no_output_depends_on_a_later_token(variant, T, dim, heads):
+    """Bit for bit: each head, several a row, has tokens of its own from its P on, and P goes from 1 to 200. Long rows
+    are the pipeline's, where every fourth P suffices; the others are the plain kernel's."""
+    shape = {"B": 25, "T": T, "H": heads, "HV": heads, "K": dim, "V": dim, "dtype": "bfloat16"}
+    x, other = make(variant, **shape), make(variant, seed=1, **shape)
+    P = np.arange(1, 201, 8 // heads).reshape(25, 1, heads, 1)
+    token = np.arange(T)[:, None, None]
+    later = {n: np.where(token >= P if a.ndim == 4 else (token >= P)[..., 0], other[n], a) for n, a in x.items()}
+    first, second = (rule({n: jnp.asarray(a) for n, a in y.items()})[0] for y in (x, later))
+    assert np.array_equal(np.where(token < P, first, 0), np.where(token < P, second, 0))
+    assert np.where(token == P, first != second, False).any((1, 3)).all()  # and the change is seen at once
 
 
 @pytest.mark.slow

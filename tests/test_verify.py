@@ -16,7 +16,7 @@ import portable_gdn as pg
 from portable_gdn import dispatch
 from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
-from portable_gdn.harness.cases import Case, build, designed, pairwise, recorded
+from portable_gdn.harness.cases import Case, build, designed, pairwise, recorded, strengths
 from portable_gdn.harness.judge import judge
 from portable_gdn.harness.truth import Truth
 from portable_gdn.harness.verify import Report, cases_for, in_quick_proof, verify
@@ -51,7 +51,11 @@ def test_backend_holds(backend, case):
     [
         pytest.param(b, c, id=f"{b}-{c.name}")
         for b in HERE
-        for c in [*(c for c in cases_for(False) if not runs(b, c)), *pairwise()]
+        for c in [
+            *(c for c in cases_for(False) if not runs(b, c)),
+            *pairwise(),
+            *(strengths() if b == "pallas-interpret" else []),  # which no quick case shows it
+        ]
     ],
 )
 def test_backend_holds_in_full(backend, case):

@@ -18,7 +18,7 @@ from ..spec.problem import GateKind, Options
 from . import recordings
 from .randoms import log, normal, uniform
 
-__all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "recorded"]
+__all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "recorded", "strengths"]
 
 #: Decay kinds; -104 and less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
@@ -96,7 +96,7 @@ def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
         g = np.zeros(shape)
     elif c.gates == "half zero":
         g = np.where(uniform(c.seed, "g zero", shape) < 0.5, 0.0, g)
-    elif c.gates in ("-3 each", "-20 each"):
+    elif c.gates.endswith(" each"):
         g = np.full(shape, float(c.gates.split()[0]))
     elif c.gates == "strong":
         g = 100 * g  # sums so large that a rounding of one shows, where what came last must not decay
@@ -365,3 +365,13 @@ def pairwise() -> list[Case]:
             )
         )
     return cases
+
+
+def strengths() -> list[Case]:
+    """Every strength of the gate, by each granularity finer than a head: a kernel may fail at one, hold at the next."""
+    kinds = ("zero", "-3 each", "-8 each", "-11.5 each", "-20 each", "one -100", "one -1e6", "one -inf")
+    return [
+        Case(f"strength {kind}, {variant}", variant, 70, H=1, HV=2, gates=kind, seed=300 + i)
+        for variant in ("tile-grouped", "KDA", "GDN-2")
+        for i, kind in enumerate(kinds)
+    ]

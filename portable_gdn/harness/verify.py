@@ -12,7 +12,7 @@ from .. import dispatch
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
 from ..spec.problem import Backend
-from .cases import Case, build, designed, pairwise, recorded
+from .cases import Case, build, designed, pairwise, recorded, strengths
 from .compute import Settings, one
 from .judge import Expectation, judge
 from .truth import Truth
@@ -77,7 +77,7 @@ class Report:
 
 def cases_for(full: bool) -> list[Case]:
     """Cases of the quick or of the full proof."""
-    return [*designed(), *recorded(), *(pairwise() if full else [])]
+    return [*designed(), *recorded(), *([*pairwise(), *strengths()] if full else [])]
 
 
 Progress = Callable[[str, int, int], None]
@@ -102,7 +102,7 @@ def verify(
 
     Args:
         names: backends; None takes all that run on this machine.
-        full: all cases on all of them, and the pairwise plan.
+        full: all cases on all of them, the pairwise plan, and each strength of finer gates.
         cases: instead of those of the quick or full proof.
         progress: called with (what, done, of).
         in_process: keep backends that want a process of their own in this one.
