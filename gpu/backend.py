@@ -6,6 +6,7 @@ Importing this module imports neither torch nor triton nor FLA.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..spec import torch_tensors
@@ -13,7 +14,7 @@ from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
 from .families import chunk_size, family, one_token, operand_dtype
-from .launching import others_installed
+from .launching import Served, others_installed, serving
 from .versions import missing, versions
 
 __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
@@ -159,6 +160,11 @@ class Fla:
                 words.append("but its inverses in TF32, which FLA's kernels demand")
         return "; ".join(words)
 
+    def serving(self) -> AbstractContextManager[list[Served]]:
+        """Within the block, a list of what serves its calls fills up: launches with their configuration, or functions
+        of other libraries."""
+        return serving()
+
     def known(self, case: str) -> str | None:
         """What FLA's own kernels are known to get wrong in a case of the proof, with the version that was seen to."""
         found = versions(("fla",))
@@ -200,6 +206,11 @@ class FlaInterpret(Fla):
         """The stages of every chunk from FLA's own intermediate functions; see ``gpu.probe``."""
         interpreter.start()
         return super().probe(problem)
+
+    def serving(self) -> AbstractContextManager[list[Served]]:
+        """Within the block, a list of what serves its calls fills up."""
+        interpreter.start()
+        return super().serving()
 
     def _device(self) -> str:
         return "cpu"

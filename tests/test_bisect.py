@@ -230,7 +230,9 @@ def test_the_command_prints_the_place(under_test):
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
     assert report["agree"]
-    assert sum(bool(case["errors"]) for case in report["cases"]) == 7  # packed sequences have no stages to show
+    assert (
+        sum(bool(case["errors"]) for case in report["cases"]) == 8
+    )  # packed sequences have theirs in rows of their own
 
 
 def test_the_command_refuses(under_test, tmp_path):
@@ -251,8 +253,44 @@ def test_the_command_refuses(under_test, tmp_path):
     assert "--case is 'nonesuch'" in refused("bisect", "-b", "numpy", "-b", "numpy", "--case", "nonesuch")
 
 
-def test_stages_of_packed_sequences_alone_are_no_pass():
-    found = run("bisect", "-b", "numpy", "-b", "numpy", "--case", "packed with empties")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("packed", layout="packed with empties", HV=4),
+        Case("packed mixer", variant="KDA", layout="packed", conv=4, gate="softplus", l2norm=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_packed_sequences_have_stages_in_rows_of_their_own(under_test, case):
+    """At what sequence, chunk and token a fault lies; and what the packing alone gets wrong lies outside of them."""
+    under_test(ByStages())
+    numpy, other = dispatch.get("numpy"), dispatch.get("under test")
+    found = bisect(numpy, other, [case], Settings())
+    assert found.agree, list(found.lines())
+    assert not found.cases[0].remarks
+    under_test(ByStages(**PLANTED["delta"][0]))
+    parting = bisect(numpy, dispatch.get("under test"), [case], Settings()).cases[0].parting
+    assert (parting.stage, parting.part, parting.chunk, parting.token) == ("delta", "Vn", 0, 50)
+    sequence = 1 if case.layout == "packed with empties" else 2
+    assert parting.row >= sequence
+    lines = " ".join(bisect(numpy, dispatch.get("under test"), [case], Settings()).lines())
+    assert f"row {parting.row}, chunk 0" in lines
+
+
+def test_what_the_packing_gets_wrong_lies_outside_the_stages(under_test):
+    class Leaks(ByStages):
+        def gradients(self, problem, cotangents):
+            result, grads = super().gradients(problem, cotangents)
+            return (result._replace(o=result.o * np.float32(1.01)) if problem.signature.packed else result), grads
+
+    under_test(Leaks())
+    found = bisect(dispatch.get("numpy"), dispatch.get("under test"), [Case("x", layout="packed")], Settings())
+    assert not found.agree
+    assert "what parts lies outside the stages" in " ".join(found.lines())
+
+
+def test_stages_of_single_steps_alone_are_no_pass():
+    found = run("bisect", "-b", "numpy", "-b", "numpy", "--suite", "standard", "--case", "step, KDA")
     assert found.exit_code == 1
     assert "that is a failure, not a pass" in " ".join(found.stdout.split())
 

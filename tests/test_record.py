@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import ml_dtypes
@@ -22,6 +23,7 @@ from portable_gdn.harness.cases import Case, build, cases_named, designed
 from portable_gdn.harness.compare import compare
 from portable_gdn.harness.compute import Settings, backend_for
 from portable_gdn.harness.record import record
+from portable_gdn.harness.report.page import page
 from portable_gdn.harness.run_file import RunFile, inputs_digest
 from portable_gdn.harness.statistics import statistics
 from portable_gdn.harness.suites import SUITES, suite
@@ -107,9 +109,12 @@ def test_fla_recorded_is_equal_to_pallas(tmp_path):
     found = run("compare", path, "-b", "pallas-interpret")
     assert found.exit_code == 0, found.output
     assert "Equal: fla-interpret (recorded) and pallas-interpret (here) agree" in " ".join(found.stdout.split())
-    facts = RunFile(path).environment  # of the process that computed, not of this one
+    file = RunFile(path)
+    facts = file.environment  # of the process that computed, not of this one
     assert facts["switches"]["TRITON_INTERPRET"] == "1"
     assert "fla hands over to" in facts
+    served = file.outcome(file.cases[0]).served
+    assert any(line.startswith("fla: ") and "(B" in line and "num_warps=" in line for line in served), served
 
 
 FAULTS = {
@@ -397,6 +402,27 @@ def test_what_a_library_is_known_to_get_wrong_travels_with_the_recording(tmp_pat
     row = next(t for t in case["tensors"] if t["tensor"] == "grad_g")
     assert not row["judged"]
     assert "library 1.0 rounds twice" in row["note"]
+
+
+def test_what_served_a_case_travels_with_the_recording(tmp_path, under_test):
+    """Into the file, the comparison and the page; what was recorded before there was such a thing tells nothing."""
+
+    class Tells(Sound):
+        @contextmanager
+        def serving(self):
+            found = []
+            yield found
+            found.append("a library: a_kernel (BT=64 num_warps=4)")
+
+    under_test(Tells())
+    path = tmp_path / "run.safetensors"
+    record(path, backend_for("under test", Settings()), "quick", cases_named(["one token", "step"]), Settings())
+    found = compare(RunFile(path), backend_for("numpy", Settings()), Settings())
+    assert [case.served for case in found.cases] == 2 * [(("a library: a_kernel (BT=64 num_warps=4)",), ())]
+    assert '<code>a library: a_kernel (BT=64 num_warps=4)</code> <span class="soft">in 2 cases' in page(found)
+    old = RunFile(COMMITTED)
+    assert {old.outcome(case).served for case in old.cases} == {()}
+    assert "What served the calls" not in page(compare(old, backend_for("numpy", Settings()), Settings()))
 
 
 def test_a_comparison_of_nothing_is_no_pass(tmp_path):

@@ -18,8 +18,13 @@ from ..spec.problem import GateKind, Options
 from . import recordings
 from .randoms import log, normal, uniform
 
-__all__ = ["Case", "Inputs", "build", "cases_named", "designed", "pairwise", "recorded", "strengths"]
+__all__ = [
+    "TOKENS", "Case", "Inputs", "build", "cases_named", "designed", "in_rows", "pairwise", "recorded", "rows_of",
+    "strengths",
+]  # fmt: skip
 
+#: Operands [B, T, ...] or, of a single step, [B, ...].
+TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "mask", "segment_ids")
 #: Decay kinds; -104 and less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
 PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63, 65, 0)}
@@ -67,6 +72,28 @@ class Inputs(NamedTuple):
     cotangents: dict[str, Any]
     recorded: dict[str, Any]
     recorded_by: str
+
+
+def rows_of(a: np.ndarray, cu_seqlens: Any) -> np.ndarray:
+    """Packed sequences [1, T, ...] as rows [N, longest, ...], filled up with zeros."""
+    lengths = np.diff(np.asarray(cu_seqlens))
+    valid = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    rows = np.zeros((*valid.shape, *a.shape[2:]), a.dtype)
+    rows[valid] = a[0, : valid.sum()]
+    return rows
+
+
+def in_rows(inputs: Inputs) -> Inputs:
+    """The call with each packed sequence in a row of its own, padded on the right; another call as it is.
+
+    Cotangents stay as they are.
+    """
+    x = dict(inputs.operands)
+    bounds = x.pop("cu_seqlens", None)
+    if bounds is None:
+        return inputs
+    x.setdefault("mask", np.ones((1, bounds[-1]), bool))
+    return inputs._replace(operands={name: rows_of(a, bounds) if name in TOKENS else a for name, a in x.items()})
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -18,7 +18,7 @@ from ..spec.precision import Rounding
 from ..spec.problem import Backend, Signature
 from .cases import Case, Inputs
 from .compute import Outcome, Settings, each, with_settings
-from .judge import Expectation, Verdict, by_head, judge
+from .judge import Expectation, Verdict, allowance, by_head, judge
 from .parting import Run, by_stages
 from .run_file import RunFile
 from .stages import Parting, Side
@@ -85,7 +85,8 @@ class CaseComparison(NamedTuple):
     """One case: its tensors, statistics of both sides by tensor, and what the stages say.
 
     errors: by stage, (error, budget) of each side that was probed, relative. parting: where the sides part, or if they
-    agree where one of them leaves the truth. remarks: what could not be compared, and why.
+    agree where one of them leaves the truth. remarks: what could not be compared, and why. served: what computed it on
+    each side, as ``compute.Outcome`` has it.
     """
 
     case: str
@@ -97,6 +98,7 @@ class CaseComparison(NamedTuple):
     apart: tuple[str, str]
     remarks: list[str]
     budgets: tuple[str, str]
+    served: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @property
     def ok(self) -> bool:
@@ -308,7 +310,7 @@ def compare_case(
     )
     stages = by_stages(first, second, s, same, all(row.holds for row in rows))
     budgets = (_provenance(a.rounding), _provenance(b.rounding))
-    return CaseComparison(case.name, s.variant.name, rows, found, *stages, budgets)
+    return CaseComparison(case.name, s.variant.name, rows, found, *stages, budgets, (a.served, b.served))
 
 
 def _dtype(inputs: Inputs) -> Any:
@@ -348,8 +350,7 @@ def _row(
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     exact, other = (e.exact[tensor] for e in expected)
     error = by_head(tensor, x - y, s)
-    allowed = sum(e.u[tensor] + e.E[tensor] for e in expected)
-    budget = 3 * allowed + sum(e.floor[tensor] for e in expected) + by_head(tensor, exact - other, s)
+    allowed, budget = allowance(tensor, error, *expected, beside=by_head(tensor, exact - other, s))
     norm = by_head(tensor, exact, s)
     judged = all(v.judged for v in verdicts)
     if not error.size:
@@ -364,7 +365,7 @@ def _row(
     off = np.abs(x - y)
     place = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
     return TensorComparison(
-        tensor, first, second, float(error[head] / unit), float(np.atleast_1d(allowed)[head] / unit),
+        tensor, first, second, float(error[head] / unit), float(allowed[head] / unit),
         float(budget[head] / unit), bool(np.all(within)) or not judged, judged, head, tuple(map(int, place)),
         (float(x[place]), float(y[place]), float(exact[place])), note,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ..spec.precision import PRECISIONS, Rounding
 from ..spec.problem import Backend, Problem
 from ..spec.rules import INPUT_DTYPES
 from ..spec.stages import STAGES
-from .cases import Case, Inputs, build
+from .cases import Case, Inputs, build, in_rows
 from .environment import environment
 from .tensor_file import TensorFile, TensorWriter
 from .worker import Worker
@@ -76,6 +77,7 @@ class Outcome(NamedTuple):
     "failed" (it broke), with why.
     tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
     known: what a library that the backend only calls is known to get wrong in this case, as measured; or "".
+    served: the kernels that computed it, with tiles and warps, or another library's functions, where the backend tells.
     """
 
     case: str
@@ -86,6 +88,7 @@ class Outcome(NamedTuple):
     rounding: Rounding
     seconds: float
     known: str = ""
+    served: tuple[str, ...] = ()
 
 
 def backend_for(name: str, settings: Settings) -> Backend:
@@ -150,7 +153,9 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     try:
         operands = backend.from_numpy(inputs.operands)
         problem, _ = door.normalise(operands, inputs.options, backend.name, check_values=True)
-        found = computed(backend, problem, inputs)
+        with _serving(backend) as launches:
+            found = computed(backend, problem, inputs)
+        served = tuple(map(str, launches))
     except GdnError as error:
         return refused._replace(why=str(error))
     except Exception as error:  # a backend that fails is a finding, not the end of a report
@@ -159,13 +164,23 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     seconds = time.perf_counter() - started
     stages, why = _probed(backend, inputs, settings)
     known = getattr(backend, "known", lambda case: None)(name) or ""
-    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known)
+    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
+
+
+def _serving(backend: Backend) -> AbstractContextManager[Sequence[Any]]:
+    """Within the block, a list of what serves the backend's calls fills up, if it has such a thing."""
+    watch: Callable[[], AbstractContextManager[Sequence[Any]]] = getattr(backend, "serving", lambda: nullcontext(()))
+    return watch()
 
 
 def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
-    """The backend's stages of a call; or none, and why, where it has none for such a call."""
+    """The backend's stages of a call; or none, and why, where it has none for such a call.
+
+    Those of packed sequences are those of each in a row of its own.
+    """
     if not settings.stages:
         return {}, ""
+    inputs = in_rows(inputs)
     options = inputs.options._replace(chunk_size=settings.stage_chunk or inputs.options.chunk_size)
     try:
         problem, _ = door.normalise(backend.from_numpy(inputs.operands), options, backend.name)
@@ -174,8 +189,8 @@ def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stage
     s = problem.signature
     if s.B * s.T == 0:
         return {}, ""
-    if s.step or s.packed:
-        return {}, "a single step has none" if s.step else "packed sequences have none"
+    if s.step:
+        return {}, "a single step has none"
     if not hasattr(backend, "probe"):
         return {}, f"backend {backend.name!r} shows none"
     try:
@@ -262,6 +277,7 @@ def _received(answer: Mapping[str, Any]) -> Iterator[Outcome]:
         Rounding(**answer["rounding"]),
         answer["seconds"],
         answer["known"],
+        tuple(answer["served"]),
     )
 
 
@@ -278,6 +294,7 @@ def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Ite
         yield {
             "case": outcome.case, "status": outcome.status, "why": outcome.why, "seconds": outcome.seconds,
             "rounding": as_json(outcome.rounding), "file": str(path), "environment": facts, "known": outcome.known,
+            "served": outcome.served,
         }  # fmt: skip
 
 

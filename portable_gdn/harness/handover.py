@@ -21,7 +21,7 @@ from ..spec.precision import Rounding
 from ..spec.problem import Backend
 from .cases import Case, Inputs, build
 from .compute import as_json
-from .judge import by_head
+from .judge import allowance, by_head
 from .run_file import digest, inputs_digest
 from .tensor_file import TensorFile, TensorWriter
 from .truth import Truth
@@ -121,10 +121,9 @@ def finish(
         expected = truth.expectation(item.rounding), truth.expectation(rounding)
         for name, value in found.items():
             exact = expected[0].exact[name]
-            a, b = expected
-            budget = 3 * (a.u[name] + a.E[name] + b.u[name] + b.E[name]) + a.floor[name] + b.floor[name]
             exact = exact[:, item.cut :] if name == "o" else exact
             norm, off = by_head(name, exact, s), by_head(name, np.asarray(value, np.float64) - exact, s)
+            _, budget = allowance(name, off, *expected)
             with np.errstate(invalid="ignore", divide="ignore"):
                 head = int(np.argmax(np.where(np.isnan(off), np.inf, off / budget)))
             unit = norm[head] or 1.0

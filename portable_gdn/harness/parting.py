@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..spec.problem import Signature
-from .cases import Inputs
+from .cases import Inputs, rows_of
 from .compute import Outcome
-from .judge import Expectation, by_head
+from .judge import Expectation, allowance, by_head
 from .stages import Parting, Side, StageTruth, at_common_boundaries, chunk_of, first_parting, stage_errors
 
 __all__ = ["Run", "StageReport", "by_stages"]
@@ -61,7 +61,8 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
 
     errors = {run.side.name: stage_errors(truth(run, chunk_of(run.side.stages)), run.side) for run in have}
     if len(have) == 2 and same:
-        x, y, chunk, left_out = at_common_boundaries(a.side, b.side, s.T)
+        tokens = int(np.diff(a.inputs.operands["cu_seqlens"]).max()) if s.packed else s.T
+        x, y, chunk, left_out = at_common_boundaries(a.side, b.side, tokens)
         remarks += [left_out] if left_out else []
         parting = first_parting(truth(a, chunk), x, y)
         if parting is not None:
@@ -87,12 +88,13 @@ def _unlike(run: Run, s: Signature) -> str:
     (o,), found, e = run.side.stages["output"], run.outcome.tensors.get("o"), run.expected
     if o is None or found is None:
         return ""
-    o = np.moveaxis(np.asarray(o, np.float64), 2, 3)
-    o = o.reshape(s.B, -1, s.HV, s.V)[:, : s.T]
-    found = np.asarray(found, np.float64).reshape(o.shape)
-    if s.has("mask"):  # outputs of masked tokens are 0 by definition
+    o, found = np.moveaxis(np.asarray(o, np.float64), 2, 3), np.asarray(found, np.float64)
+    found = rows_of(found, run.inputs.operands["cu_seqlens"]) if s.packed else found
+    o = o.reshape(o.shape[0], -1, s.HV, s.V)[:, : found.shape[1]]
+    if s.has("mask") or s.packed:  # outputs of masked tokens are 0 by definition
         o = np.where(found == 0, 0.0, o)
-    off, budget = by_head("o", found - o, s), 2 * (3 * (e.u["o"] + e.E["o"]) + e.floor["o"])
+    off = by_head("o", found - o, s)
+    _, budget = allowance("o", off, e, e)
     if np.all(off <= budget):
         return ""
     head = int(np.argmax(np.nan_to_num(off - budget, nan=np.inf)))

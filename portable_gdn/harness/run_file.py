@@ -3,7 +3,8 @@
 One safetensors file. Its metadata are strings: ``format`` and ``version`` of the file, ``created`` (UTC), and as JSON
 ``suite`` (name and version), ``backend``, ``settings``, ``environment``, ``derived`` (stages that the backend never
 forms) and ``cases``: for each case its recipe (the arguments of ``cases.Case``), its status, the declared rounding,
-seconds, a hash of the inputs and one of the case's tensors. Tensors are named by the case's number in that list:
+seconds, what served it (kernels with their configuration, where the backend tells; recordings of earlier versions do
+not), a hash of the inputs and one of the case's tensors. Tensors are named by the case's number in that list:
 
     12/o  12/state  12/conv_state  12/grad_q ...      results
     12/stage/scores/0 ...                              parts of stages, if they were recorded
@@ -98,6 +99,7 @@ class RunWriter:
                 "rounding": as_json(outcome.rounding),
                 "seconds": round(outcome.seconds, 4),
                 "known": outcome.known,
+                "served": list(outcome.served),
                 "inputs": inputs_digest(inputs),
                 "options": inputs.options._asdict() if self._store else None,
                 "sha256": digest(tensors),
@@ -203,8 +205,9 @@ class RunFile:
         tensors, stages = unpacked(self._tensors(case.name))
         results = {name: a for name, a in tensors.items() if "/" not in name}
         rounding = self._roundings[case.name]
-        known = entry.get("known", "")
-        return Outcome(case.name, entry["status"], entry["why"], results, stages, rounding, entry["seconds"], known)
+        status, why, seconds = (entry[name] for name in ("status", "why", "seconds"))
+        known, served = entry.get("known", ""), tuple(entry.get("served", ()))
+        return Outcome(case.name, status, why, results, stages, rounding, seconds, known, served)
 
     def inputs(self, case: Case) -> Inputs:
         """A case's inputs: stored, or built again.

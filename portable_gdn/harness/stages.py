@@ -23,7 +23,7 @@ from ..spec.probe import probe_prepared
 from ..spec.problem import Problem, Signature
 from ..spec.prologue import Prepared, prepare
 from ..spec.stages import STAGES
-from .cases import Inputs
+from .cases import Inputs, in_rows
 from .compute import Stages
 from .judge import EPS, SEEDS
 
@@ -55,8 +55,8 @@ class Side(NamedTuple):
 class Parting(NamedTuple):
     """The first place where a stage is further from another than both may be.
 
-    token: in its row (of a state: the first token that reads it). values: of both sides, and exact. error and budget
-    are L2 norms over this stage of this row, chunk and head.
+    row: of packed sequences, the sequence. token: in its row (of a state: the first token that reads it). values: of
+    both sides, and exact. error and budget are L2 norms over this stage of this row, chunk and head.
     """
 
     stage: str
@@ -83,9 +83,13 @@ class Parting(NamedTuple):
 
 
 class StageTruth:
-    """The exact stages of a call at one chunk size, and what a declared rounding may do to them."""
+    """The exact stages of a call at one chunk size, and what a declared rounding may do to them.
+
+    Packed sequences are in rows of their own, as ``cases.in_rows`` has them.
+    """
 
     def __init__(self, inputs: Inputs, chunk: int) -> None:
+        inputs = in_rows(inputs)
         options = inputs.options._replace(precision=None, chunk_size=None)
         self.problem: Problem = door.normalise(dict(inputs.operands), options, "numpy")[0]
         self.chunk = chunk

@@ -20,8 +20,8 @@ from .problem import Problem, Signature
 from .stages import Product, decay
 
 __all__ = [
-    "DIFFERENTIABLE", "FLOAT64", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
-    "in_another_order", "matmul",
+    "DIFFERENTIABLE", "FLOAT64", "AnotherOrder", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
+    "matmul",
 ]  # fmt: skip
 
 #: Operands that have a gradient.
@@ -347,6 +347,42 @@ def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tup
     return G * G.dtype.type(1 / np.log(2)), count
 
 
+class AnotherOrder:
+    """The array namespace, product and sums of decays of the stages, each sum in an order that nobody declared.
+
+    Channels and tokens that a product or a sum runs over are shuffled; the tree in which a chunk's decays are summed
+    begins at another place. ``anywhere``: chunks begin at other tokens, too, as they do behind padding or in a pack.
+    """
+
+    def __init__(self, rng: np.random.Generator, base2: bool = False, anywhere: bool = False) -> None:
+        self._rng, self._sums, self._anywhere = rng, decay_base2 if base2 else decay, anywhere
+        self.exp = np.exp2 if base2 else np.exp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(xp, name)
+
+    def sum(self, x: np.ndarray, axis: int, keepdims: bool = False) -> np.ndarray:
+        """Like that of the array API, along one axis."""
+        return np.sum(np.take(x, self._rng.permutation(x.shape[axis]), axis), axis=axis, keepdims=keepdims)
+
+    def product(self, a: np.ndarray, b: np.ndarray, name_a: str, name_b: str) -> np.ndarray:
+        """The plain product."""
+        order = self._rng.permutation(a.shape[-1])
+        return a[..., order] @ b[..., order, :]
+
+    def decay(self, xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """``stages.decay`` of a chunk that has gates of 0 on both sides."""
+        C = g.shape[-2]
+        before = int(self._rng.integers(C))
+        sides = [(0, 0)] * (g.ndim - 2) + [(before, C - before), (0, 0)]
+        G, count = self._sums(xp, np.pad(g, sides))
+        return G[..., before : before + C, :], count[..., before : before + C, :]
+
+    def first_chunk(self, size: int, T: int) -> int:
+        """Tokens of the first chunk of T."""
+        return int(self._rng.integers(1, min(size, T) + 1)) if self._anywhere and T else size
+
+
 def chunk_by_chunk(
     chunk_size: int = 64,
     product: Product = matmul,
@@ -354,6 +390,7 @@ def chunk_by_chunk(
     stages: Any = None,
     base2: bool = False,
     stored: Callable[[np.ndarray, str], np.ndarray] = lambda x, name: x,
+    order: AnotherOrder | None = None,
 ) -> CoreRule:
     """The rule by the stages, as a ``CoreRule``.
 
@@ -364,8 +401,11 @@ def chunk_by_chunk(
         stages: another module of the seven stages, to test what a fault in one of them does.
         base2: sums of decays as ``Rounding.base2`` has them; ``fused`` only.
         stored: as ``chunkwise.backward_chunk`` takes it.
+        order: of all sums, instead of ``product`` and ``base2``; ``fused`` only.
     """
     namespace, sums = (PowersOf2(), decay_base2) if base2 else (xp, decay)
+    if order is not None:
+        namespace, product, sums = order, order.product, order.decay
 
     def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
         def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:
@@ -375,7 +415,8 @@ def chunk_by_chunk(
 
         T = x.q.shape[2]
         S, o, kept = x.S, [], []
-        cuts = [(i, min(i + chunk_size, T)) for i in range(0, T, chunk_size)]
+        first = chunk_size if order is None else order.first_chunk(chunk_size, T)
+        cuts = [(max(i, 0), min(i + chunk_size, T)) for i in range(first - chunk_size, T, chunk_size)]
         with np.errstate(invalid="ignore", over="ignore"):
             for a, b in cuts:
                 part = _chunk(x, a, b)
@@ -396,31 +437,6 @@ def chunk_by_chunk(
             return result._replace(gradients=_backward(x, backward, cuts, kept, dO, dS))
 
     return rule
-
-
-def in_another_order(rule: CoreRule, rng: np.random.Generator) -> CoreRule:
-    """The same rule with its key channels shuffled: the same result but for the order in which float sums run."""
-
-    def shuffled(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
-        channels, groups = x.k.shape[-1], x.g.shape[-1]
-        width = channels if groups in (1, channels) else channels // groups
-        within = rng.permutation(width)  # a group's channels stay together
-        order = (np.arange(0, channels, width)[:, None] + within).ravel()
-
-        def last(a: np.ndarray | None, order: np.ndarray) -> np.ndarray | None:
-            return a if a is None or a.shape[-1] != channels else a[..., order]
-
-        def move(y: Any, order: np.ndarray) -> Any:
-            g = last(y.g, order) if groups == channels else y.g
-            b = last(y.b, order) if x.b is not None and x.b.shape[-1] == channels else y.b
-            return y._replace(q=last(y.q, order), k=last(y.k, order), g=g, b=b, S=y.S[:, :, order])
-
-        result = rule(move(x, order), scale, dO, None if dS is None else dS[:, :, order])
-        back = np.argsort(order)
-        gradients = None if result.gradients is None else move(result.gradients, back)
-        return CoreResult(result.o, result.S[:, :, back], gradients)
-
-    return shuffled
 
 
 def _backward(

@@ -31,6 +31,7 @@ def page(found: Comparison) -> str:
         remarks=Counter(remark for case in found.cases if not case.ok for remark in case.remarks).most_common(),
         stages=[(case.case, charts.stage_chart(case.errors, STAGES)) for case in _with_stages(found)],
         maps=[_map(found, case, t) for case, t in _worst(found)],
+        served=_served(found),
         environments=_environments(found),
         budgets=sorted({budget for case in found.cases for budget in case.budgets}),
         made=f"portable-gdn {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -95,6 +96,16 @@ def _map(found: Comparison, case: CaseComparison, t: TensorComparison) -> dict[s
         "bias": [x.bias for x in pair],
         "findings": [(names[i], finding) for i in t.suspects for finding in pair[i].findings],
     }
+
+
+def _served(found: Comparison) -> list[tuple[str, list[tuple[str, int]]]]:
+    """What computed the cases of each side that tells, and how many of them."""
+    sides = []
+    for i, side in enumerate((found.a, found.b)):
+        counts = Counter(line for case in found.cases for line in case.served[i])
+        if counts:
+            sides.append((side.label, sorted(counts.items())))
+    return sides
 
 
 def _environments(found: Comparison) -> list[tuple[str, str, str, bool]]:
