@@ -172,7 +172,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
 def test_cases_hold(case, monkeypatch):
-    """The outputs; gradients are xla's, whom other tests judge."""
+    """The outputs; gradients are judged by the harness's own cases."""
     signatures = []
     real = PALLAS_INTERPRET.run
 

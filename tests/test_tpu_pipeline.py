@@ -103,11 +103,17 @@ def test_the_table_of_schedules_decides_how_many_heads_share_a_step(monkeypatch)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "pipelined kernel, .* value heads and 4 chunks of 128 tokens a grid step"),
-        ({"chunk_size": 64}, "plain kernel, .* a chunk of 64 tokens .*chunk_size is 64"),
+        (
+            {},
+            "pipelined kernel, .* value heads and 4 chunks of 128 tokens a .*; gradients: kernel for long rows",
+        ),
+        (
+            {"chunk_size": 64},
+            "plain kernel, .* 64 tokens .*chunk_size is 64.* gradients: plain backward kernel, .* of 64",
+        ),
         ({"T": 100}, "plain kernel, .*T is 100"),
         ({"K": 60}, "no number of heads with 60 and 128 channels fills tiles of 128 lanes"),
-        ({"V": 512, "K": 512, "H": 2, "HV": 64}, "not even one key head's step fits into 64 MiB"),
+        ({"V": 512, "K": 512, "H": 2, "HV": 64}, "not even one key head's step fits into 64 MiB.*gradients: xla"),
     ],
 )
 def test_it_is_said_which_kernel_runs_and_why(options, words):

@@ -19,6 +19,7 @@ from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .pipeline_plan import describe
 from .plan import TABLE_LIMIT, VMEM_LIMIT, backward_plan, plan
+from .reverse_plan import describe_gradients
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
 
@@ -103,10 +104,10 @@ class Pallas:
         return _refuses(signature)
 
     def serves(self, signature: Signature) -> str:
-        """Which kernel a call gets, by which plan, and why not the other one."""
+        """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
         from .pipelined import core
 
-        return describe(signature, core())
+        return f"{describe(signature, core())}; gradients: {describe_gradients(signature, core())}"
 
     def _interpret(self) -> Any:
         return False

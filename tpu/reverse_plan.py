@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 from .pipeline_plan import Core, Pipeline, pipeline
-from .plan import CHUNK, ONE_GATE, widths
+from .plan import CHUNK, ONE_GATE, backward_plan, widths
 
-__all__ = ["Reverse", "reverse_plan"]
+__all__ = ["Reverse", "describe_gradients", "reverse_plan"]
 
 #: Value heads that share a grid step, at most, and chunks in it.
 HEADS, UNITS = 8, 2
@@ -85,3 +85,13 @@ def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
         bytes=2 if s.dtype == "bfloat16" and s.conv is None and not s.qk_l2norm else 4,
     )
     return (line, p) if p.vmem <= core.vmem else None
+
+
+def describe_gradients(s: Signature, core: Core) -> str:
+    """Which kernel computes a call's gradients, in a few words."""
+    pair, p = reverse_plan(s, core), backward_plan(s)
+    if pair is not None:
+        return f"kernel for long rows, {pair[1].heads} value heads and {pair[1].U} chunks a grid step"
+    if p is None:
+        return "xla, since a step of one key head does not fit into the backward kernel's memory"
+    return f"plain backward kernel, {p.heads} value heads and a chunk of {p.C} tokens a grid step"
