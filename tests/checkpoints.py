@@ -116,12 +116,14 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
     return {name: found.array(name) for name in found.where}
 
 
-def realistic(name: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """As ``tensors``, of the sizes that trained weights have; no norm where a forgotten 1 + would not show."""
+def realistic(name: str, seed: int = 0, ends: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """As ``tensors``, of the sizes that trained weights have; no norm where a forgotten 1 + would not show. ``ends``
+    are other shapes of tensors whose names end so."""
     rng = np.random.default_rng(seed)
     centred = name.startswith(("qwen3", "qwen4"))
     found = {}
     for key, shape in {**facts(name)["tensors"], **extras(name)}.items():
+        shape = next((other for end, other in (ends or {}).items() if key.endswith(end)), shape)
         a = rng.standard_normal(shape)
         if key.endswith("A_log"):
             a = np.log(rng.uniform(1, 16, shape))

@@ -2,7 +2,7 @@
 
 ``whole_model`` loads a model as transformers does and records what enters and leaves each linear-attention layer, its
 states, and the logits. ``layers_alone`` runs the layers of models that transformers has no code for on a CPU
-(flash-linear-attention's need a GPU), or that do not fit into memory: their input is the text's embeddings, their code
+(flash-linear-attention's need a GPU): their input is the text's embeddings, their code
 the module of transformers that computes the same layer, or for GDN-2 FLA's reference recurrence. FLA must not be
 importable here, since transformers would bind its GPU kernels.
 """
@@ -23,8 +23,8 @@ import numpy as np
 
 from ...spec.errors import GdnError
 from ..families import Mixer
-from ..families.family import MIXER_PIECES
 from ..plan import Read
+from .lazy import lazy_model
 from .text import DECODED, PREFILLED, TEXT
 
 __all__ = ["Layer", "Original", "hide_fla", "layer_by_layer", "layers_alone", "whole_model"]
@@ -209,8 +209,10 @@ def _replaced(mixers: dict[int, Any], forwards: dict[int, Callable[[np.ndarray],
 
 
 def layer_by_layer(source: Read) -> Original:
-    """The mixers of a model that does not fit into memory, one at a time: transformers' own modules, made without
-    memory and then given the tensors of one layer; their input is the text's embeddings.
+    """A model that does not fit into memory: transformers' own, of which one decoder layer at a time has its tensors.
+
+    Each mixer gets the inputs that it has in the model, at once and then token by token; the logits are those of the
+    text read at once. Every run of the model reads the files once.
 
     Raises:
         GdnError: transformers is missing or has no such model, or a module's tensor is not in the files.
@@ -221,77 +223,38 @@ def layer_by_layer(source: Read) -> Original:
     except ImportError as error:
         raise GdnError(f"the original implementation needs torch and transformers; {error.name} is missing.") from error
     transformers.logging.set_verbosity_error()
-    config = transformers.AutoConfig.from_pretrained(source.checkpoint.folder, local_files_only=True)
-    problem = None
-    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        try:
-            with torch.device("meta"):
-                network = kind.from_config(config, dtype=torch.float32)
-            break
-        except (ValueError, KeyError) as error:
-            problem = problem or str(error).split("\n")[0]
-    else:
-        raise GdnError(f"transformers {transformers.__version__} cannot make the model: {problem}")
-    x = _embedded(source)
-    layers = {}
-    for number, module in _mixers(network, source).items():
-        _give(module.to_empty(device="cpu").eval(), source, number)
-        cache = transformers.DynamicCache(config=config.get_text_config())
-        name = "cache" if "cache" in inspect.signature(module.forward).parameters else "cache_params"
-        run = lambda tokens, m=module, c={name: cache}: m(torch.from_numpy(tokens), **c)  # noqa: E731
-        with torch.no_grad():
-            y = _numpy(run(x[:, :PREFILLED]))
+    network = lazy_model(source)
+    mixers = _mixers(network, source)
+    config = network.config.get_text_config()
+    ids = torch.tensor(tokens(source.checkpoint.folder, source.sizes["V"], PREFILLED + DECODED))
+    layers: dict[int, Layer] = {}
+
+    def alone(number: int) -> Callable[[np.ndarray], np.ndarray]:
+        """A mixer as it is; what it does with its input in two ways is kept."""
+        module = mixers[number]
+        plain = type(module).forward
+        name = "cache" if "cache" in inspect.signature(plain).parameters else "cache_params"
+
+        def run(x: np.ndarray) -> np.ndarray:
+            cache = transformers.DynamicCache(config=config)
+            step = lambda part: _numpy(plain(module, torch.from_numpy(np.array(part)), **{name: cache}))  # noqa: E731
+            y = step(x[:, :PREFILLED])
             place = cache.layers[module.layer_idx]
             state, conv = _numpy(place.recurrent_states[0]), _numpy(place.conv_states[0]).transpose(0, 2, 1)
             layer = Layer(x[:, :PREFILLED], y, state, conv, code=type(module).__name__)
             for t in range(PREFILLED, PREFILLED + DECODED):
                 layer.later_x.append(x[:, t])
-                layer.later_y.append(_numpy(run(x[:, t : t + 1]))[:, 0])
-        layers[number] = layer
-        module.to("meta")
-    return Original(layers)
+                layer.later_y.append(step(x[:, t : t + 1])[:, 0])
+            layers[number] = layer
+            return _numpy(plain(module, torch.from_numpy(x)))
 
+        return run
 
-# What transformers calls a tensor of a mixer, and what files call it; of several in a row one is made.
-_RENAMED = {
-    "conv1d.weight": ("conv1d.weight", ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")),
-    "o_proj.weight": ("o_proj.weight", "dense.weight"),
-    "norm.weight": ("norm.weight", "out_norm.weight"),
-}
+    def logits_with(forwards: dict[int, Callable[[np.ndarray], np.ndarray]]) -> np.ndarray:
+        with torch.no_grad(), _replaced(mixers, forwards):
+            return _result(network(input_ids=ids, use_cache=False))
 
-
-def _give(module: Any, source: Read, layer: int) -> None:
-    """Load one layer's tensors from the files into a module, by transformers' names for them."""
-    import torch
-
-    named = {
-        place.bound.name: place.bound.name
-        for key, place in source.places.items()
-        if key.layer == layer and key.piece in MIXER_PIECES
-    }
-    start = next(iter(named)).rpartition(f"layers.{layer}.")[0] + f"layers.{layer}."
-    start += next(iter(named)).removeprefix(start).partition(".")[0] + "."
-    have = {name.removeprefix(start): name for name in named}
-    m = source.mixer
-    for name, weight in [*module.named_parameters()]:
-        plain = name.removeprefix("forget_gate.")
-        found: Any = None
-        for option in _RENAMED.get(plain, (plain,)):
-            parts = (option,) if isinstance(option, str) else option
-            if all(part in have for part in parts):
-                arrays = [np.asarray(source.checkpoint.array(have[part]), np.float32) for part in parts]
-                found = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-                break
-        if found is None and "in_proj.weight" in have and m is not None:  # Lara keeps all of them in one tensor
-            K, V = m.num_heads * m.key_dim, m.num_value_heads * m.value_dim
-            HV, at = m.num_value_heads, 2 * (K + V)
-            ends = {"in_proj_qkv": (0, 2 * K + V), "in_proj_z": (2 * K + V, at)}
-            ends |= {"in_proj_b": (at, at + HV), "in_proj_a": (at + HV, at + 2 * HV)}
-            low, high = ends.get(plain.removesuffix(".weight"), (0, 0))
-            found = np.asarray(source.checkpoint.array(have["in_proj.weight"])[low:high], np.float32)
-        if found is None or found.size != weight.numel():
-            raise GdnError(f"transformers' {type(module).__name__} has a {name} that {start} of the files has not.")
-        weight.data = torch.from_numpy(np.array(found)).reshape(weight.shape)
+    return Original(layers, logits_with({number: alone(number) for number in mixers}), logits_with)
 
 
 # --- layers alone --------------------------------------------------------------------------------------------------

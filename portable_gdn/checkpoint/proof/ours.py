@@ -80,7 +80,6 @@ def compare_logits(port: Path, original: Original, backend: str) -> float:
     run, _ = _compiled()
 
     def forward(number: int) -> Callable[[np.ndarray], np.ndarray]:
-        ours = _load(port, number, backend)
-        return lambda x: np.asarray(run(ours, x)[0])
+        return lambda x: np.asarray(run(_load(port, number, backend), x)[0])  # one layer in memory at a time
 
     return _error(original.logits_with({number: forward(number) for number in original.layers}), original.logits)
