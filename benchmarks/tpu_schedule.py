@@ -3,7 +3,8 @@
     python benchmarks/tpu_schedule.py            # compile all, compare with tpu_schedule.json beside this file
     python benchmarks/tpu_schedule.py --write    # and keep the new figures there, and in the README's table
 
-Figures are exact and belong to the versions of jax and libtpu that they were made with; the file holds them by version.
+Figures are exact and belong to the versions of jax and libtpu that they were made with, the newest that constraints.txt
+knows; the file names them.
 """
 
 from __future__ import annotations
@@ -40,24 +41,29 @@ class Entry(NamedTuple):
     def name(self) -> str:
         """Its name in the file."""
         s = self.shape
-        words = [self.op, self.variant, *(["fused"] if self.fused else []), self.precision]
+        variant = f"{self.variant} n={s.groups}" if self.variant == "grouped" else self.variant
+        words = [self.op, variant, *(["fused"] if self.fused else []), self.precision]
         words += [f"B={s.batch} T={s.seqlen}", *([f"N={s.sequences}"] if s.sequences else [])]
         return " ".join([*words, f"{s.heads}/{s.value_heads} {s.key_dim}x{s.value_dim} {s.dtype}"])
 
 
 LONG = Shape(seqlen=8192)
 GROUPED = LONG._replace(value_heads=32)
+WIDE = LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256)
+MODES = ("fast", "default")
 ENTRIES = (
-    *(
-        Entry("forward", "gdn", True, precision, shape)
-        for shape in (GROUPED, LONG)
-        for precision in ("fast", "default")
-    ),
-    *(Entry("forward", "gdn", False, precision, GROUPED) for precision in ("fast", "default", "highest")),
-    *(Entry("forward", "gdn", False, precision, LONG) for precision in ("fast", "default")),
-    Entry("forward", "gdn", False, "default", LONG._replace(heads=8, value_heads=8, key_dim=256, value_dim=256)),
+    *(Entry("forward", "gdn", True, precision, shape) for shape in (GROUPED, LONG) for precision in MODES),
+    *(Entry("forward", "gdn", True, precision, GROUPED._replace(sequences=8)) for precision in MODES),
+    *(Entry("forward", "gdn", False, precision, GROUPED) for precision in (*MODES, "highest")),
+    *(Entry("forward", "gdn", False, precision, LONG) for precision in MODES),
+    Entry("forward", "gdn", False, "default", WIDE),
     Entry("forward", "gdn", False, "default", LONG._replace(key_dim=64, value_dim=64)),
     Entry("forward", "delta", False, "default", LONG),
+    *(Entry("forward", variant, True, precision, LONG) for variant in ("kda", "gdn2") for precision in MODES),
+    *(Entry("forward", variant, True, "fast", WIDE) for variant in ("gdn", "grouped")),
+    Entry("forward", "gla", False, "fast", LONG),
+    *(Entry("backward", "gdn", False, precision, LONG) for precision in MODES),
+    Entry("backward", "gdn", False, "fast", GROUPED),
 )
 
 
@@ -68,9 +74,7 @@ def versions() -> str:
 
 def measure(entry: Entry, chips: tuple[str, ...] = CHIPS) -> dict[str, Any]:
     """Figures of a call by chip, or why there are none."""
-    found = tpu_reports(
-        entry.op, entry.variant, entry.shape, chips, precision=entry.precision, fused=entry.fused, use_cache=False
-    )
+    found = tpu_reports(entry.op, entry.variant, entry.shape, chips, precision=entry.precision, fused=entry.fused)
     return {chip: _figures(r) if isinstance(r, TpuReport) else str(r) for chip, r in zip(chips, found, strict=True)}
 
 
@@ -96,20 +100,22 @@ def _figures(report: TpuReport) -> dict[str, Any]:
     }
 
 
-def on_file() -> dict[str, dict[str, Any]]:
-    """Figures by versions, entry and chip."""
-    return json.loads(FILE.read_text()) if FILE.exists() else {}
+def on_file() -> tuple[str, dict[str, Any]]:
+    """The versions that made the figures on file, and the figures by entry and chip."""
+    held = json.loads(FILE.read_text()) if FILE.exists() else {"made with": "", "figures": {}}
+    return held["made with"], held["figures"]
 
 
 def table(figures: dict[str, Any], made_with: str) -> str:
-    """The README's table, from the figures of one pair of versions."""
+    """The README's table."""
     lines = ["| call | precision | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|" * len(CHIPS)]
     for entry in ENTRIES:
         row = figures.get(entry.name)
         if row is None:
             continue
         s = entry.shape
-        what = f"{entry.op} {entry.variant}{', fused' if entry.fused else ''}"
+        what = f"{entry.op} {entry.variant}{f' n={s.groups}' if entry.variant == 'grouped' else ''}"
+        what += ", fused" if entry.fused else ""
         what += f", {s.sequences} packed" if s.sequences else ""
         what += f", {s.heads}/{s.value_heads} heads, {s.key_dim} x {s.value_dim}"
         cells = [f"{row[c]['cycles_per_head_128']}" if isinstance(row.get(c), dict) else "-" for c in CHIPS]
@@ -127,19 +133,15 @@ def readme(text: str, made: str) -> str:
     return before + MARKS[0] + made + MARKS[1] + after
 
 
-def newest(stored: dict[str, Any]) -> str:
-    """Of the versions on file, the last: those whose figures the README shows."""
-    return max(stored, key=lambda v: [int(n) for part in v.split(", ") for n in part.split()[1].split(".")])
-
-
 def main() -> int:
     """Compile, compare, and perhaps write. The exit code is 1 if a kernel has grown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="keep the new figures, and the README's table")
     parser.add_argument("--only", default="", help="entries whose name contains this")
     options = parser.parse_args()
-    stored = on_file()
-    before = stored.get(versions(), {})
+    made_with, before = on_file()
+    if made_with != versions():
+        before = {}
     console = Console()
     shown = Table("call", *CHIPS, title=f"cycles per value head and 128 tokens ({versions()})")
     found, grown = {}, False
@@ -158,9 +160,9 @@ def main() -> int:
     console.print(shown)
     if options.write:
         names = {e.name for e in ENTRIES}
-        stored[versions()] = {name: row for name, row in {**before, **found}.items() if name in names}
-        FILE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
-        README.write_text(readme(README.read_text(), table(stored[newest(stored)], newest(stored))))
+        figures = {name: row for name, row in {**before, **found}.items() if name in names}
+        FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1, sort_keys=True) + "\n")
+        README.write_text(readme(README.read_text(), table(figures, versions())))
     return int(grown and not options.write)
 
 

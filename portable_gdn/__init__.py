@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .dispatch import register_backend
     from .spec.errors import GdnError
+    from .watching import watch
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOME = {
     ),
     "register_backend": "dispatch",
     "GdnError": "spec.errors",
+    "watch": "watching",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "register_backend",
+    "watch",
 ]
 
 

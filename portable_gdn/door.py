@@ -20,6 +20,7 @@ from .spec.evaluate import DIFFERENTIABLE
 from .spec.pieces import run_by_pieces
 from .spec.problem import Backend, Meta, Options, Problem, Result, Signature
 from .spec.rules import check_boundaries, make_signature
+from .watching import note
 
 __all__ = ["describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
 
@@ -112,6 +113,7 @@ def run(problem: Problem, backend: Backend) -> Result:
     """Compute; a call without tokens is answered here."""
     if problem.signature.B * problem.signature.T == 0:
         return empty_result(problem)
+    note(problem.signature, backend)
     return backend.run(problem)
 
 
@@ -131,6 +133,7 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
         result = empty_result(Problem(replace(s, output_final_state=True), problem.operands))
         states: Any = result.state
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
+    note(s, backend)
     own = getattr(backend, "run_with_states", None)
     if own is not None:
         return own(problem, int(every))

@@ -636,6 +636,7 @@ def test_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {"chip", "op", "variant", "fused", "shape", "kernels", "total", "other_device_ops"} <= set(found)
+    assert found["plan"].startswith("pipelined kernel, 2 value heads")
     wanted = {
         "name",
         "cycles",

@@ -62,6 +62,8 @@ def _print(report: TpuReport) -> None:
     each = report.cycles_per_head_128
     if each is not None:
         console.print(f"{each:.0f} cycles per value head and 128 tokens")
+    if report.plan:
+        console.print(f"plan: {report.plan}", markup=False, soft_wrap=True)
 
 
 _COLUMNS = ("chip", "cycles", "head, 128", "ms", "floor", "bound", "MXU", "spills", "VMEM", "beside")

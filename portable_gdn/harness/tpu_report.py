@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from .. import dispatch
 from ..spec.errors import GdnError
+from ..watching import watch
 from .shapes import OPERATIONS, VARIANTS, Shape, check_shape, operand_shapes
 
 __all__ = ["OPERATIONS", "VARIANTS", "Shape", "TpuReport", "call", "tpu_reports"]
 
 
 class TpuReport(NamedTuple):
-    """A call compiled for a chip; ``schedule`` is ``portable_gdn.tpu.schedule``'s."""
+    """A call compiled for a chip; schedule: ``portable_gdn.tpu.schedule``'s; plan: which kernel, how, and why."""
 
     op: str
     variant: str
@@ -24,6 +25,7 @@ class TpuReport(NamedTuple):
     precision: str | None
     shape: Shape
     schedule: Any
+    plan: str = ""
 
     @property
     def cycles_per_head_128(self) -> float | None:
@@ -42,6 +44,7 @@ class TpuReport(NamedTuple):
             "fused": self.fused,
             "precision": self.precision,
             "shape": self.shape._asdict(),
+            "plan": self.plan,
             "kernels": found.pop("kernels"),
             "total": {**found.pop("total"), "cycles_per_head_128": self.cycles_per_head_128},
             **found,
@@ -147,6 +150,7 @@ def tpu_reports(
         GdnError: an argument is wrong, no Pallas kernel serves such a call, or nothing can be compiled here.
     """
     from ..tpu.chips import chip_named
+    from ..tpu.pipelined import core
     from ..tpu.scheduling.build import missing, schedules
 
     for name in chips:
@@ -155,5 +159,16 @@ def tpu_reports(
     if why is not None:
         raise GdnError(why)
     function, args = call(op, variant, shape, precision=precision, fused=fused)
-    found = schedules(function, *args, chips=chips, use_cache=use_cache, progress=progress)
-    return [s if isinstance(s, GdnError) else TpuReport(op, variant, fused, precision, shape, s) for s in found]
+    plans: dict[str, str] = {}
+
+    def told(*args: Any) -> Any:  # traced for one chip after the other
+        with watch() as calls:
+            out = function(*args)
+        plans[core().chip] = calls[0].by if calls else ""
+        return out
+
+    found = schedules(told, *args, chips=chips, use_cache=use_cache, progress=progress)
+    return [
+        s if isinstance(s, GdnError) else TpuReport(op, variant, fused, precision, shape, s, plans.get(name, ""))
+        for name, s in zip(chips, found, strict=True)
+    ]

@@ -1,0 +1,59 @@
+"""What served the calls that some code makes: a whole model's, say, whose calls nobody can ask ``explain`` about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from .spec.problem import Backend, Signature
+
+__all__ = ["Served", "note", "watch"]
+
+_watching: list[list[Served]] = []
+
+
+class Served(NamedTuple):
+    """A call, the backend that computed it, and by what there (a library, a kernel and its plan), where it tells."""
+
+    backend: str
+    by: str
+    signature: Signature
+
+    def __str__(self) -> str:
+        s = self.signature
+        call = "step" if s.step else "rule" if s.conv is None else "mixer"
+        shape = f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}"
+        by = f": {self.by}" if self.by else ""
+        return f"{s.variant.name} {call}, {s.dtype}, {s.precision}, {shape} on {self.backend}{by}"
+
+
+@contextmanager
+def watch() -> Iterator[list[Served]]:
+    """Collect the calls of this process while the block runs, in their order.
+
+        with pg.watch() as calls:
+            model(x)
+        print(*calls, sep="\\n")
+
+    A compiled function makes its calls while it is traced and none when it runs again. What serves a traced call is
+    told for the platform that is traced for; see ``explain`` for what the compiler may choose elsewhere. Calls without
+    a token are computed by no backend and are left out.
+
+    Yields:
+        The list, which grows.
+    """
+    calls: list[Served] = []
+    _watching.append(calls)
+    try:
+        yield calls
+    finally:
+        _watching[:] = [kept for kept in _watching if kept is not calls]
+
+
+def note(signature: Signature, backend: Backend) -> None:
+    """Tell whoever watches."""
+    if _watching:
+        served = Served(backend.name, getattr(backend, "serves", lambda s: "")(signature), signature)
+        for calls in _watching:
+            calls.append(served)
