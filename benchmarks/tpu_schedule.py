@@ -78,8 +78,10 @@ def measure(entry: Entry, chips: tuple[str, ...] = CHIPS) -> dict[str, Any]:
     return {chip: _figures(r) if isinstance(r, TpuReport) else str(r) for chip, r in zip(chips, found, strict=True)}
 
 
-def _figures(report: TpuReport) -> dict[str, Any]:
+def _figures(report: TpuReport) -> dict[str, Any] | str:
     s = report.schedule
+    if s.cycles is None:
+        return "how often a part of it runs depends on values"
     return {
         "cycles": s.cycles,
         "cycles_per_head_128": round(report.cycles_per_head_128 or 0),
