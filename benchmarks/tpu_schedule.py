@@ -62,7 +62,7 @@ ENTRIES = (
     *(Entry("forward", variant, True, precision, LONG) for variant in ("kda", "gdn2") for precision in MODES),
     *(Entry("forward", variant, True, "fast", WIDE) for variant in ("gdn", "grouped")),
     Entry("forward", "gla", False, "fast", LONG),
-    *(Entry("backward", "gdn", False, precision, LONG) for precision in MODES),
+    *(Entry("backward", variant, False, precision, LONG) for variant in ("gdn", "kda", "gdn2") for precision in MODES),
     Entry("backward", "gdn", False, "fast", GROUPED),
 )
 
