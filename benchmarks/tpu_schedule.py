@@ -116,7 +116,8 @@ def table(figures: dict[str, Any], made_with: str) -> str:
         if row is None:
             continue
         s = entry.shape
-        what = f"{entry.op} {entry.variant}{f' n={s.groups}' if entry.variant == 'grouped' else ''}"
+        op = "forward and backward" if entry.op == "backward" else entry.op
+        what = f"{op} {entry.variant}{f' n={s.groups}' if entry.variant == 'grouped' else ''}"
         what += ", fused" if entry.fused else ""
         what += f", {s.sequences} packed" if s.sequences else ""
         what += f", {s.heads}/{s.value_heads} heads, {s.key_dim} x {s.value_dim}"

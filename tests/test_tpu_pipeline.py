@@ -62,7 +62,9 @@ def test_which_calls_it_takes():
     assert pipeline(signature(precision="fast"), core).summands == 1
     assert pipeline(signature(T=2049), core).masked
     assert pipeline(signature(), Core(cores=2)).parts == 2
-    assert pipeline(signature(H=8, HV=8), Core(cores=2)).parts == 1  # one group cannot be shared
+    p = pipeline(signature(H=8, HV=8), Core(cores=2))
+    assert (p.heads, p.parts) == (4, 2)  # rather than that a core is idle
+    assert pipeline(signature(H=1, HV=1), Core(cores=2)).parts == 1  # one group cannot be shared
     assert pipeline(signature(precision="highest"), core).summands == 1
     p = pipeline(signature(N=3), core)
     assert (p.packed, p.chunks, p.steps) == (True, 20, 5)  # 18 chunks at most

@@ -3,6 +3,7 @@ VMEM. No jax here."""
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from ..spec.problem import Signature
@@ -274,18 +275,15 @@ def why_not(s: Signature) -> str | None:
 def pipeline(s: Signature, core: Core, every: bool = False, solved: bool = False) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
 
-    As many heads share a grid step as ``tiling`` found best, or as VMEM holds. ``every``: with the state before each
-    chunk; ``solved``: and its inverse and u.
+    As many heads share a grid step as ``tiling`` found best, or as VMEM holds, or fewer, if cores would be idle.
+    ``every``: with the state before each chunk; ``solved``: and its inverse and u.
     """
     if why_not(s) is not None or core.vmem < LEAST_VMEM:
         return None
     most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, core).heads
-    for P in _divisors(s):
-        if most >= P * (s.HV // s.H) and _whole(s, P):
-            p = _pipeline(s, core, P, every, solved)
-            if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT:
-                return p
-    return None
+    plans = [_pipeline(s, core, P, every, solved) for P in _divisors(s) if most >= P * (s.HV // s.H) and _whole(s, P)]
+    fit = [p for p in plans if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT]
+    return min(fit, key=lambda p: p.P * ceil(s.B * s.H / p.P / core.cores), default=None)  # the first of equals
 
 
 def describe(s: Signature, core: Core) -> str:
