@@ -469,6 +469,17 @@ def test_killed_at_any_moment_the_source_is_whole_and_the_port_can_be_repeated(t
     same_files(source, tmp_path / "back")
 
 
+def test_an_empty_partial_folder_is_of_an_attempt_that_was_killed_at_once(tmp_path):
+    source = checkpoint(tmp_path / "src", "kimi_linear")
+    (tmp_path / "out.partial").mkdir()
+    port(source, tmp_path / "out", "jax")
+    assert {p.name for p in tmp_path.iterdir()} == {"src", "out"}
+    (tmp_path / "again.partial").mkdir()
+    (tmp_path / "again.partial" / "mine").touch()
+    with pytest.raises(GdnError, match="not of an interrupted port"):
+        port(source, tmp_path / "again", "jax")
+
+
 def test_a_full_disk_says_so_and_leaves_nothing(tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "src", "kimi_linear")
     calls = []

@@ -300,10 +300,10 @@ def session(out: Path, fingerprint: str, total: int, progress: Progress, exact: 
 
 
 def _settle(current: Session) -> None:
-    (current.partial / _JOURNAL).unlink()
-    (current.partial / "fingerprint").unlink()
     for path in (*current.partial.rglob("*"), current.partial):
         _sync(path)
+    (current.partial / _JOURNAL).unlink()
+    (current.partial / "fingerprint").unlink()  # last: without it the folder is taken for somebody else's
     os.rename(current.partial, current.out)
 
 
@@ -311,15 +311,15 @@ def _continue(current: Session, fingerprint: str) -> None:
     """Take over what an earlier attempt at the very same port finished; else start clean."""
     partial = current.partial
     mark = partial / "fingerprint"
-    if partial.exists():
+    if partial.exists() and any(partial.iterdir()):  # an empty one is of an attempt that was killed at once
         if not mark.is_file():
             raise bad(str(partial), "there and not of an interrupted port", "be removed or renamed first")
         if mark.read_text() == fingerprint and (partial / _JOURNAL).is_file():
             _read_journal(current)
         else:
             shutil.rmtree(partial)
-    if not partial.exists():
-        partial.mkdir()
+    if not mark.is_file():
+        partial.mkdir(exist_ok=True)
         mark.write_text(fingerprint)
     (partial / _JOURNAL).touch()
     for path in partial.rglob("*.part"):
