@@ -168,7 +168,7 @@ SQUARE = Case("square", T=130, K=16, V=16)
     [
         ({}, None),
         ({"decay": decay_twice}, SQUARE),
-        ({"decay": resets_not_counted}, replace(SQUARE, gates="one -1e6")),
+        ({"decay": resets_not_counted}, replace(SQUARE, gates="many resets")),
         ({"scores": scores_masked_after_exp}, replace(SQUARE, gates="-20 each")),
         ({"state": state_transposed}, SQUARE),
         ({"inverse": powers_in_the_inverse}, replace(SQUARE, keys="repeated", beta="1.998", gates="zero")),

@@ -153,7 +153,7 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     try:
         operands = backend.from_numpy(inputs.operands)
         problem, _ = door.normalise(operands, inputs.options, backend.name, check_values=True)
-        with _serving(backend) as launches:
+        with _serving(backend, problem) as launches:
             found = computed(backend, problem, inputs)
         served = tuple(map(str, launches))
     except GdnError as error:
@@ -167,10 +167,11 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
 
 
-def _serving(backend: Backend) -> AbstractContextManager[Sequence[Any]]:
-    """Within the block, a list of what serves the backend's calls fills up, if it has such a thing."""
+def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Sequence[Any]]:
+    """What serves the calls within, as far as the backend tells; a call without tokens is served by none."""
+    s = problem.signature
     watch: Callable[[], AbstractContextManager[Sequence[Any]]] = getattr(backend, "serving", lambda: nullcontext(()))
-    return watch()
+    return watch() if s.B * s.T else nullcontext(())
 
 
 def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
