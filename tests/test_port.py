@@ -502,13 +502,15 @@ def test_a_full_disk_says_so_and_leaves_nothing(tmp_path, monkeypatch):
 def test_what_was_not_written_right_is_noticed(tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "src", "olmo_hybrid")
 
+    write = direct.Writer.write
+
     def flip(file, data) -> None:
         data = bytearray(data)
         if len(data) == 64 * 4:  # one tensor
             data[0] ^= 1
-        file.write(data)
+        write(file, data)
 
-    monkeypatch.setattr(run, "_write", flip)
+    monkeypatch.setattr(direct.Writer, "write", flip)
     with pytest.raises(GdnError, match="not what was written"):
         port(source, tmp_path / "out", "jax")
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,6 @@ __all__ = [
     "Plan",
     "Widths",
     "backward_plan",
-    "gates_together",
     "plan",
     "widths",
 ]
@@ -125,11 +124,6 @@ class Plan(NamedTuple):
     def table_bytes(self) -> int:
         """Bytes of the table of chunks."""
         return 20 * self.chunks
-
-
-def gates_together(p: Plan, n: int) -> bool:
-    """Whether n gates a head of a group of heads are a legal block of all of them as they lie."""
-    return p.groups == 1 or p.heads * n % LANES == 0
 
 
 class _Backward(Plan):

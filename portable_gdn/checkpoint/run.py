@@ -158,7 +158,7 @@ class Session:
                 pending.pop(0).result()
 
         with Writer(part, shard.nbytes) as file:
-            _write(file, shard.header)
+            file.write(shard.header)
             self._tell(shard.name, len(shard.header))
             for output in shard.outputs:
                 crc, sha = _Crc(), None
@@ -178,7 +178,7 @@ class Session:
                             sha.update(data)
                     self._tell(output.name, len(data))
             settle()
-            _write(file, shard.trailer)
+            file.write(shard.trailer)
             self._tell(shard.name, len(shard.trailer))
         for output, crc, sha in states:
             self.checksums[output.name] = crc.hexdigest()
@@ -248,11 +248,7 @@ def _put(file: Writer, crc: _Crc, data: memoryview) -> None:
     for at in range(0, len(data), _PIECE):
         piece = data[at : at + _PIECE]
         crc.update(piece)
-        _write(file, piece)
-
-
-def _write(file: Writer, data: memoryview | bytes) -> None:
-    file.write(data)
+        file.write(piece)
 
 
 def _sync(path: Path) -> None:

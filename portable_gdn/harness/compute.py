@@ -31,10 +31,10 @@ __all__ = [
     "one_thread", "packed_tensors", "serve_run", "unpacked", "with_settings",
 ]  # fmt: skip
 
-#: Parts of each stage: numpy arrays, or None where the variant has no such part.
-Stages = dict[str, tuple[Any, ...]]
 #: Pieces of memory a process may have before compiled programs are dropped; a case adds up to a thousand.
 MANY_MAPS = 10_000
+#: Parts of each stage: numpy arrays, or None where the variant has no such part.
+Stages = dict[str, tuple[Any, ...]]
 PARTS = {stage: 2 if stage in ("decay", "scores", "wy", "state") else 1 for stage in STAGES}
 
 

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from ..spec.evaluate import AnotherOrder, Evaluation, chunk_by_chunk, evaluate
 from ..spec.precision import Rounding, rounded_product, stored_states
 from ..spec.problem import Problem, Signature
 
-__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "expect", "judge"]
+__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "evaluated", "expect", "judge"]
 
 EPS = 2.0**-23
 SEEDS = 8
@@ -108,6 +109,16 @@ def _result_dtype(name: str, problem: Problem) -> Any:
     return np.asarray(problem.operands[name.removeprefix("grad_")]).dtype
 
 
+#: numpy's products here are small: a second thread of its BLAS waits, by spinning, ten times as long as it helps.
+_BLAS = ThreadpoolController()
+
+
+def evaluated(problem: Problem, *how: Any) -> Evaluation:
+    """``evaluate``, by one thread."""
+    with _BLAS.limit(limits=1, user_api="blas"):
+        return evaluate(problem, *how)
+
+
 def expect(
     problem: Problem, cotangents: Mapping[str, Any] | None, rounding: Rounding | None, exact: Evaluation
 ) -> Expectation:
@@ -135,12 +146,12 @@ def expect(
         rng = np.random.Generator(np.random.Philox(seed))
         if rounding.exact:
             order = AnotherOrder(rng, rounding.base2, anywhere=seed >= SEEDS)
-            run = evaluate(problem, cotangents, chunk_by_chunk(rounding.chunk_size, order=order), np.float32)
+            run = evaluated(problem, cotangents, chunk_by_chunk(rounding.chunk_size, order=order), np.float32)
         else:
             rule = chunk_by_chunk(
                 rounding.chunk_size, rounded_product(rounding, rng), stored=stored_states(rounding, rng)
             )
-            run = evaluate(problem, cotangents, rule)
+            run = evaluated(problem, cotangents, rule)
         found = tensors(run, s)
         return {name: by_head(name, found[name].astype(np.float64) - x, s) for name, x in truth.items()}
 

@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from .. import door
-from ..spec.evaluate import Evaluation, chunk_by_chunk, evaluate
+from ..spec.evaluate import chunk_by_chunk
 from ..spec.precision import Rounding
 from .cases import Inputs
-from .judge import Expectation, Tensors, expect
+from .judge import Expectation, evaluated, expect
 
 __all__ = ["Truth"]
-
-#: numpy's products here are small: a second thread of its BLAS waits, by spinning, ten times as long as it helps.
-_BLAS = ThreadpoolController()
-
-
-def _one_thread() -> Any:
-    return _BLAS.limit(limits=1, user_api="blas")
 
 
 class Truth:
@@ -32,29 +24,20 @@ class Truth:
         options = inputs.options._replace(precision=None, chunk_size=None)
         self.problem, _ = door.normalise(dict(inputs.operands), options, "numpy", check_values=True)
         self.cotangents = inputs.cotangents if gradients else None
-        with _one_thread():
-            self.exact = evaluate(self.problem, self.cotangents)
+        self.exact = evaluated(self.problem, self.cotangents)
         self._expected: dict[Any, Expectation] = {}
 
     def expectation(self, rounding: Rounding | None) -> Expectation:
         """What separates a backend that rounds like this from the exact results; None: what separates any."""
         key = None if rounding is None else rounding.key()
         if key not in self._expected:
-            with _one_thread():
-                found = expect(self.problem, self.cotangents, rounding, self.exact)
-
-            def largest() -> Tensors:
-                with _one_thread():
-                    return found.largest()
-
-            self._expected[key] = found._replace(largest=largest)
+            self._expected[key] = expect(self.problem, self.cotangents, rounding, self.exact)
         return self._expected[key]
 
     def by_stages(self) -> Expectation:
         """The stages in float64 as the exact results, which judge the oracle in their turn."""
         expectation = self.expectation(Rounding())
-        with _one_thread():
-            e: Evaluation = evaluate(self.problem, self.cotangents, chunk_by_chunk())
+        e = evaluated(self.problem, self.cotangents, chunk_by_chunk())
         exact: dict[str, np.ndarray] = {"o": e.o, "state": e.state}
         exact |= {f"grad_{name}": a for name, a in e.gradients.items()}
         return expectation._replace(exact={**expectation.exact, **exact})

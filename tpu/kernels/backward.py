@@ -21,12 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...spec.stages import RESET
 from .. import table as tb
-from ..plan import ONE_GATE, Plan, gates_together
+from ..plan import ONE_GATE, Plan
 from . import stages as kernel_stages
 from .channel_gradients import HeadOperands, by_head, gradients, scores
 from .dot import KernelProduct
 from .gradients import chunk_gradients
-from .rows import Rows
+from .rows import Rows, gate_block, gates_by_token
 
 __all__ = ["RuleGradients", "backward"]
 
@@ -196,15 +196,8 @@ def backward(
 
     keys = pl.BlockSpec((1, p.C, p.P * p.K), tokens)
     values = pl.BlockSpec((1, p.C, p.heads * p.V), tokens)
-    apart = [not gates_together(p, n) for n in p.widths.given]
-    given = [
-        jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2) if far else flat(a)
-        for a, n, far in zip(gates, p.widths.given, apart, strict=True)
-    ]
-    gate = [
-        pl.BlockSpec((1, 1, p.C, p.heads * n), column) if far else pl.BlockSpec((1, p.C, p.heads * n), tokens)
-        for n, far in zip(p.widths.given, apart, strict=True)
-    ]
+    blocks = [gate_block(p, a, n, tokens, column) for a, n in zip(gates, p.widths.given, strict=True)]
+    given, gate = [a for a, _ in blocks], [spec for _, spec in blocks]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
     kept = pl.BlockSpec((1, p.heads, p.K, p.V), lambda h, c, t: (p.chunks - 1 - c, h, 0, 0))
     rows = lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)  # noqa: E731
@@ -230,8 +223,5 @@ def backward(
         interpret=interpret,
     )(table, flat(q), flat(k), flat(v), *given, S, flat(dO), dS)
     heads = lambda a, width: jnp.reshape(a, (p.B, p.T, -1, width))  # noqa: E731
-    found = [
-        jnp.reshape(jnp.swapaxes(a, 1, 2) if far else a, (p.B, p.T, HV, n))
-        for a, n, far in zip(dgates, p.widths.given, apart, strict=True)
-    ]
+    found = [gates_by_token(p, a, n) for a, n in zip(dgates, p.widths.given, strict=True)]
     return RuleGradients(heads(dq, p.K), heads(dk, p.K), heads(dv, p.V), tuple(found), dS0)

@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...spec.chunkwise import ChunkGradients
 from ...spec.stages import RESET
 from .decays import doubled, joined, split
 from .dot import KernelProduct
 from .stages import across_lanes, down_rows
 
-__all__ = ["ChannelGradients", "HeadOperands", "HeadScores", "by_head", "gradients", "scores"]
+__all__ = ["HeadOperands", "HeadScores", "by_head", "gradients", "scores"]
 
 Array = Any
 
@@ -69,18 +70,6 @@ class HeadScores(NamedTuple):
     A: Array | None
     Aqk: Array
     factors: list[tuple[Array, Array]]
-
-
-class ChannelGradients(NamedTuple):
-    """Cotangents of a head's operands: q, k, g [C, K]; v [C, V]; b, w as they are given; S [K, V]."""
-
-    q: Array
-    k: Array
-    v: Array
-    g: Array
-    b: Array | None
-    w: Array | None
-    S: Array
 
 
 def by_head(run: Callable[..., Iterator[Any]], heads: Sequence[tuple[Any, ...]], batched: bool) -> list[Any]:
@@ -186,7 +175,10 @@ def _rows(x: Array, count: int) -> list[Array]:
 def gradients(
     mm: KernelProduct, x: HeadOperands, found: HeadScores, M: Array | None, shared: bool, scale: float
 ) -> Iterator[Any]:
-    """``ChannelGradients`` of a head; M = (I + A)^-1 [C, C], or None where nothing erases; shared as for ``scores``."""
+    """``ChunkGradients`` of a head, b and w as they are given.
+
+    M = (I + A)^-1 [C, C], or None where nothing erases; shared as for ``scores``.
+    """
     S, dO, dS = x.S, x.dO, x.dS
     erased, key, u = x.parts(shared)
     C = key.shape[0]
@@ -262,7 +254,7 @@ def gradients(
     dg = jnp.where(x.g < RESET, 0.0, dP)
     if shared:
         db = jnp.sum(dkey * x.k, -1, keepdims=True)
-        return ChannelGradients(drows[0], drows[1] + x.b * dkey, Y, dg, db, None, dS0)
+        return ChunkGradients(drows[0], drows[1] + x.b * dkey, Y, dg, db, None, dS0)
     db = dw = None
     if x.b is not None:
         db, dkey = drows[1] * x.k, dkey + x.b * drows[1]
@@ -271,7 +263,7 @@ def gradients(
     if x.w is not None:
         dv, dw = x.w * Y, Y * x.v
         dw = jnp.sum(dw, -1, keepdims=True) if x.w.shape[-1] == 1 else dw
-    return ChannelGradients(drows[0], dkey, dv, dg, db, dw, dS0)
+    return ChunkGradients(drows[0], dkey, dv, dg, db, dw, dS0)
 
 
 def _halved(dP: Array, dQ: Array, pending: Array | None, size: int) -> tuple[Array, Array | None]:

@@ -36,10 +36,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .. import table as tb
-from ..plan import Plan, gates_together
+from ..plan import Plan
 from . import stages as kernel_stages
 from .dot import KernelProduct
-from .rows import Rows
+from .rows import Rows, gate_block
 
 __all__ = ["PROBED", "forward"]
 
@@ -88,10 +88,7 @@ def _chunk(p: Plan, stages: Any, x: _Refs, probes: dict[str, Any], S: Any, begin
 
     rows = Rows(p, begin, end)
     q, k, v = rows.heads(x.q, p.P, p.K, 1), rows.heads(x.k, p.P, p.K, 1), rows.heads(x.v, p.heads, p.V, p.R)
-    given = [
-        jnp.where(rows.own(p.heads * n), ref[0] if len(ref.shape) == 3 else ref[0, 0], 0.0)
-        for ref, n in zip(x.gates, p.widths.given, strict=True)
-    ]
+    given = [rows.head(ref, 0, p.heads * n) for ref, n in zip(x.gates, p.widths.given, strict=True)]
     G, count = (rows.by_head(a, p.widths.decay) for a in stages.decay(given.pop(0)))
     b = rows.by_head(given.pop(0), p.widths.erase) if p.widths.erase else None
     w = b if p.widths.shared else rows.by_head(given.pop(0), p.widths.write) if p.widths.write else None
@@ -158,19 +155,12 @@ def forward(
         row, block = place(c, t)
         return row, h, block, 0
 
-    def gate(a: Array, n: int) -> tuple[Array, pl.BlockSpec]:
-        """As it lies where a group of heads is a legal block of lanes, else with the groups apart."""
-        if gates_together(p, n):
-            return flat(a), pl.BlockSpec((1, p.C, p.heads * n), tokens)
-        apart = jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2)
-        return apart, pl.BlockSpec((1, 1, p.C, p.heads * n), column)
-
     def slot(h: Any, c: Any, t: Any) -> tuple[Any, ...]:
         return t[c * tb.WORDS + tb.SLOT], h, 0, 0
 
     keys = pl.BlockSpec((1, p.C, p.P * p.K), tokens)
     values = pl.BlockSpec((1, p.C, p.heads * p.V), tokens)
-    given = [gate(a, n) for a, n in zip(gates, p.widths.given, strict=True)]
+    given = [gate_block(p, a, n, tokens, column) for a, n in zip(gates, p.widths.given, strict=True)]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
     inner = {name: shape for name, shape in _probe_shapes(p).items() if name in probe}
     out = pl.pallas_call(

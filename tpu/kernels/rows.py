@@ -1,17 +1,43 @@
-"""The rows of a block of tokens that are a chunk's own: heads read from them, and written to them."""
+"""Blocks of tokens: how gates are cut into them, and which rows of one are a chunk's own, read and written by heads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from ..plan import Plan
+from ..plan import LANES, Plan
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "gate_block", "gates_by_token"]
 
 Array = Any
+
+
+def _together(p: Plan, n: int) -> bool:
+    """Whether n gates a head of a group of heads are a legal block of all of them as they lie."""
+    return p.groups == 1 or p.heads * n % LANES == 0
+
+
+def gate_block(
+    p: Plan, a: Array, n: int, tokens: Callable[..., Any], column: Callable[..., Any]
+) -> tuple[Array, pl.BlockSpec]:
+    """Gates [B, T, HV, n] as a kernel takes them, and their blocks.
+
+    As they lie, by the index map ``tokens``, where that is legal; else with the groups of heads apart, [B, groups, T,
+    heads * n], by ``column``.
+    """
+    if _together(p, n):
+        return jnp.reshape(a, (p.B, p.T, -1)), pl.BlockSpec((1, p.C, p.heads * n), tokens)
+    apart = jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2)
+    return apart, pl.BlockSpec((1, 1, p.C, p.heads * n), column)
+
+
+def gates_by_token(p: Plan, a: Array, n: int) -> Array:
+    """The way back: what lies like that as [B, T, HV, n]."""
+    return jnp.reshape(a if _together(p, n) else jnp.swapaxes(a, 1, 2), (p.B, p.T, -1, n))
 
 
 class Rows(NamedTuple):
