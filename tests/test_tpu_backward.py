@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,10 @@ from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from portable_gdn.tpu import calls  # noqa: E402
 from portable_gdn.tpu.calls import KEPT  # noqa: E402
+from portable_gdn.tpu.kernels import decays  # noqa: E402
+from portable_gdn.tpu.plan import Core  # noqa: E402
 
 NAME = "pallas-interpret"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -94,6 +98,21 @@ def test_precisions_hold_on_float32_inputs(case, precision, monkeypatch):
     )
     report = verify([NAME], full=True, cases=[case], in_process=True)
     assert report.ok, [row for row in report.rows if not row.ok]
+
+
+def test_a_chip_without_gathers_exchanges_rows_by_turns(monkeypatch):
+    """What a v4 computes: in its small memory, and without a gather of sublanes."""
+    rows = np.random.default_rng(0).standard_normal((32, 24), np.float32)
+    for size in (1, 2, 4):
+        for gathers in (False, True):
+            found = jax.jit(partial(decays.exchanged, size=size, gathers=gathers))(decays.tiles(jnp.asarray(rows)))
+            np.testing.assert_array_equal(np.reshape(found, rows.shape), rows[np.arange(32) ^ size])
+    cores = []
+    monkeypatch.setattr(calls, "core", lambda: cores.append(Core(vmem=16 << 20, chip="v4")) or cores[-1])
+    x = make("KDA", state=True, B=1, T=29)  # compiled by no other test
+    d = cotangents(x)
+    assert_all_close(gradients(x, d)[1], oracle(x, d), eps=16)
+    assert [core.chip for core in cores[:1]] == ["v4"]
 
 
 @pytest.mark.parametrize("variant", ["GDN", pytest.param("KDA", marks=pytest.mark.slow)])

@@ -12,8 +12,8 @@ from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
-from portable_gdn.tpu.pipeline_plan import UNITS, Core, Inside, pipeline
-from portable_gdn.tpu.plan import CHUNK
+from portable_gdn.tpu.pipeline_plan import UNITS, Inside, pipeline
+from portable_gdn.tpu.plan import CHUNK, Core
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

@@ -16,8 +16,8 @@ from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu import tiling
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
-from portable_gdn.tpu.pipeline_plan import UNITS, Core, pipeline
-from portable_gdn.tpu.plan import CHUNK
+from portable_gdn.tpu.pipeline_plan import UNITS, pipeline
+from portable_gdn.tpu.plan import CHUNK, Core
 from portable_gdn.tpu.reverse_plan import reverse_plan
 
 jax = pytest.importorskip("jax")

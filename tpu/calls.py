@@ -153,7 +153,7 @@ def _plans(s: Signature, stages: Any) -> tuple[Any, Any] | None:
     pair = reverse_plan(s, core()) if own else None
     if pair is not None:
         return pair
-    p = backward_plan(s)
+    p = backward_plan(s, core())
     line = pipeline(s, core(), every=True) if own and p is not None and p.C == CHUNK else None
     return None if p is None else (line or p._replace(widths=widths(s)), p)
 
@@ -237,7 +237,7 @@ def _by_kernel(s: Signature, interpret: Any, stages: Any, operands: dict[str, Ar
     line = pipeline(s, core()) if stages is own_stages else None
     if line is not None:
         return by_pipeline(s, line, interpret, operands)[0]
-    return _by_plain_kernel(s, plan(s), interpret, stages, operands)[0]
+    return _by_plain_kernel(s, plan(s, core()), interpret, stages, operands)[0]
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
@@ -314,7 +314,7 @@ def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, Array]:
-    return _by_plain_kernel(s, plan(s), interpret, stages, operands, PROBED)[1]
+    return _by_plain_kernel(s, plan(s, core()), interpret, stages, operands, PROBED)[1]
 
 
 def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, tuple[Array, ...]]:

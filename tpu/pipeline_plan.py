@@ -7,10 +7,10 @@ from math import ceil
 from typing import NamedTuple
 
 from ..spec.problem import Signature
-from .plan import CHUNK, LANES, TABLE_LIMIT, Widths, plan, widths
+from .plan import CHUNK, LANES, TABLE_LIMIT, Core, Widths, plan, widths
 from .tiling import Entry, best
 
-__all__ = ["UNITS", "Core", "Inside", "Pipeline", "Span", "describe", "pipeline", "spans", "tiled", "why_not"]
+__all__ = ["UNITS", "Inside", "Pipeline", "Span", "describe", "pipeline", "spans", "tiled", "why_not"]
 
 
 class Inside(NamedTuple):
@@ -228,15 +228,6 @@ def _inside(s: Signature) -> Inside:
     )
 
 
-class Core(NamedTuple):
-    """Of the chip that is compiled for: side of a matrix unit, cores of a device, bytes of VMEM, and its name."""
-
-    mxu_side: int = 256
-    cores: int = 1
-    vmem: int = 64 << 20
-    chip: str = "v6e"
-
-
 #: Widths of erase and write gates, and whether they are one, beside decays by channel.
 _BY_CHANNEL = ((1, 1, True), (CHUNK, CHUNK, False), (0, 0, False))
 #: Value heads a grid step, at most, where decays are by channel.
@@ -290,7 +281,7 @@ def describe(s: Signature, core: Core) -> str:
     """Which kernel a call gets, in one line."""
     p, why = pipeline(s, core), why_not(s)
     if p is None:
-        q = plan(s)
+        q = plan(s, core)
         why = why or f"not even one key head's step fits into {core.vmem >> 20} MiB of VMEM"
         return f"plain kernel, {q.heads} value heads and a chunk of {q.C} tokens a grid step ({why})"
     found = tiled(s, core)

@@ -12,7 +12,8 @@ from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
-from .pipeline_plan import Core, Pipeline
+from .pipeline_plan import Pipeline
+from .plan import Core
 
 __all__ = ["by_pipeline", "core"]
 

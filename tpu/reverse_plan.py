@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.problem import Signature
-from .pipeline_plan import Core, Pipeline, pipeline
-from .plan import CHUNK, ONE_GATE, backward_plan, widths
+from .pipeline_plan import Pipeline, pipeline
+from .plan import CHUNK, ONE_GATE, Core, backward_plan, widths
 
 __all__ = ["Reverse", "describe_gradients", "reverse_plan"]
 
@@ -89,7 +89,7 @@ def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
 
 def describe_gradients(s: Signature, core: Core) -> str:
     """Which kernel computes a call's gradients, in a few words."""
-    pair, p = reverse_plan(s, core), backward_plan(s)
+    pair, p = reverse_plan(s, core), backward_plan(s, core)
     if pair is not None:
         return f"kernel for long rows, {pair[1].heads} value heads and {pair[1].U} chunks a grid step"
     if p is None:

@@ -128,13 +128,12 @@ def _channel_chunk(p: Plan, stages: Any, batched: bool, x: _Refs, rows: Rows) ->
         v, dO = (rows.head(ref, i, p.V) for ref in (x.v, x.dO))
         gates = gate["g"], gate.get("b"), gate.get("w")
         operands.append(HeadOperands(*key_heads[i // p.R], v, *gates, x.S[0, i], dO, x.dS[i]))
-    shared = p.widths.shared
-    found = by_head(lambda a: scores(mm, a, shared, p.scale), [(a,) for a in operands], batched)
+    found = by_head(lambda a: scores(p, mm, a), [(a,) for a in operands], batched)
     M: Any = [None] * p.heads
     if p.widths.erase:
         M = stages.inverse(mm, jnp.stack([a.A for a in found]))
     solved = list(zip(operands, found, M, strict=True))
-    d = by_head(lambda a, n, m: gradients(mm, a, n, m, shared, p.scale), solved, batched)
+    d = by_head(lambda a, n, m: gradients(p, mm, a, n, m), solved, batched)
     for h in range(p.P):
         mine = d[h * p.R : (h + 1) * p.R]
         rows.put_head(x.dq, h, sum((a.q for a in mine[1:]), mine[0].q))

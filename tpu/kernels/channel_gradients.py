@@ -27,7 +27,8 @@ from jax import lax
 
 from ...spec.chunkwise import ChunkGradients
 from ...spec.stages import RESET
-from .decays import doubled, joined, split
+from ..plan import Plan
+from .decays import doubled, exchanged, joined, rows_of_tiles, split, tiles
 from .dot import KernelProduct
 from .stages import across_lanes, down_rows
 
@@ -131,11 +132,11 @@ def _added(x: Array, half: Array, right: bool, size: int) -> Array:
     return joined(*parts)
 
 
-def scores(mm: KernelProduct, x: HeadOperands, shared: bool, scale: float) -> Iterator[Any]:
-    """``HeadScores`` of a head; shared: b is one gate for both."""
+def scores(p: Plan, mm: KernelProduct, x: HeadOperands) -> Iterator[Any]:
+    """``HeadScores`` of a head."""
     C = x.k.shape[0]
     row, column = _square(C)
-    erased, key, _ = x.parts(shared)
+    erased, key, _ = x.parts(p.widths.shared)
     rows = [x.q] if erased is None else [x.q, erased]
     out = [jnp.where(row == column, jnp.sum(x.q * key, -1, keepdims=True), 0.0), jnp.zeros((C, C), jnp.float32)]
     out = out[: len(rows)]
@@ -149,7 +150,7 @@ def scores(mm: KernelProduct, x: HeadOperands, shared: bool, scale: float) -> It
             decayed = [_half(a, size, True) * decay for a in rows]
             keys = _beside_zeros(_half(key, size, False) * _half(Q, size, False), size, False)
         found = mm.right_transposed(jnp.concatenate(decayed, 0), keys, "k", "k")
-        P, Q = doubled(P, Q, size)
+        P, Q = doubled(P, Q, size, p.gathers)
         factors.append((P, Q))
         yield
         for i, corners in enumerate(_rows(found, len(rows))):
@@ -162,7 +163,7 @@ def scores(mm: KernelProduct, x: HeadOperands, shared: bool, scale: float) -> It
                 own = split(row ^ column, size)[1] < size
                 out[i] = joined(left, jnp.where(own, right, _blocks(corners, size)))
         size *= 2
-    Aqk = jnp.where(row >= column, out[0], 0.0) * scale
+    Aqk = jnp.where(row >= column, out[0], 0.0) * p.scale
     return HeadScores(None if erased is None else jnp.where(row > column, out[1], 0.0), Aqk, factors)
 
 
@@ -172,14 +173,12 @@ def _rows(x: Array, count: int) -> list[Array]:
     return [x[n * height : (n + 1) * height] for n in range(count)]
 
 
-def gradients(
-    mm: KernelProduct, x: HeadOperands, found: HeadScores, M: Array | None, shared: bool, scale: float
-) -> Iterator[Any]:
+def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, found: HeadScores, M: Array | None) -> Iterator[Any]:
     """``ChunkGradients`` of a head, b and w as they are given.
 
-    M = (I + A)^-1 [C, C], or None where nothing erases; shared as for ``scores``.
+    M = (I + A)^-1 [C, C], or None where nothing erases.
     """
-    S, dO, dS = x.S, x.dO, x.dS
+    S, dO, dS, shared, scale = x.S, x.dO, x.dS, p.widths.shared, p.scale
     erased, key, u = x.parts(shared)
     C = key.shape[0]
     row, column = _square(C)
@@ -222,7 +221,7 @@ def gradients(
     pending = None
     size = C // 2
     while size:
-        dP, pending = _halved(dP, dQ, pending, size)
+        dP, pending = _halved(dP, dQ, pending, size, p.gathers)
         P, Q = found.factors[size.bit_length() - 1]
         apart, small = row ^ column, size < _SUBLANES
         if small:
@@ -266,7 +265,7 @@ def gradients(
     return ChunkGradients(drows[0], dkey, dv, dg, db, dw, dS0)
 
 
-def _halved(dP: Array, dQ: Array, pending: Array | None, size: int) -> tuple[Array, Array | None]:
+def _halved(dP: Array, dQ: Array, pending: Array | None, size: int, gathers: bool) -> tuple[Array, Array | None]:
     """Cotangents of log P of blocks of ``size`` rows from those of blocks of 2 size, log Q's beside them.
 
     pending: what has reached the last row of each block of 2 size rows and is not in dP yet, as eight summands in
@@ -274,26 +273,23 @@ def _halved(dP: Array, dQ: Array, pending: Array | None, size: int) -> tuple[Arr
     """
     C, K = dP.shape
     if size >= _SUBLANES:
-        tiles = lambda x: jnp.reshape(x, (C // (2 * size), 2, size // _SUBLANES, _SUBLANES, K))  # noqa: E731
-        right, left = jnp.sum(tiles(dP)[:, 1], 1), jnp.sum(tiles(dQ)[:, 0], 1)
+        by_block = lambda x: jnp.reshape(x, (C // (2 * size), 2, size // _SUBLANES, _SUBLANES, K))  # noqa: E731
+        right, left = jnp.sum(by_block(dP)[:, 1], 1), jnp.sum(by_block(dQ)[:, 0], 1)
         if pending is not None:
             right, left = right + pending, left + pending
         return dP, jnp.reshape(jnp.stack([right, left], 1), (C // size, _SUBLANES, K))
-    tiles = (C // _SUBLANES, _SUBLANES, K)
-    row = lax.broadcasted_iota(jnp.int32, tiles, 1)
-    moved = lambda x, by: jnp.take_along_axis(x, row ^ by, axis=1)  # noqa: E731
 
     def over_blocks(x: Array, size: int) -> Array:
         """Sums over ``size`` rows, at each of them."""
         step = 1
         while step < size:
-            x = x + moved(x, step)
+            x = x + exchanged(x, step, gathers)
             step *= 2
         return x
 
-    P, Q = jnp.reshape(dP, tiles), jnp.reshape(dQ, tiles)
+    P, Q, row = tiles(dP), tiles(dQ), rows_of_tiles(dP)
     if pending is not None:
-        P = P + jnp.where(row == _SUBLANES - 1, over_blocks(jnp.reshape(pending, tiles), _SUBLANES), 0.0)
+        P = P + jnp.where(row == _SUBLANES - 1, over_blocks(pending, _SUBLANES), 0.0)
     total = over_blocks(jnp.where(row & size != 0, P, Q), size)
-    P = P + jnp.where(row & (size - 1) == size - 1, moved(total, size), 0.0)
+    P = P + jnp.where(row & (size - 1) == size - 1, exchanged(total, size, gathers), 0.0)
     return jnp.reshape(P, (C, K)), None

@@ -18,31 +18,55 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["doubled", "joined", "split"]
+__all__ = ["doubled", "exchanged", "joined", "rows_of_tiles", "split", "tiles"]
 
 Array = Any
 
 _SUBLANES = 8  # rows of a float32 tile
 
 
-def doubled(P: Array, Q: Array, size: int) -> tuple[Array, Array]:
+def doubled(P: Array, Q: Array, size: int, gathers: bool = True) -> tuple[Array, Array]:
     """P and Q of blocks of 2 size rows from those of blocks of ``size``.
 
-    In a pair of blocks the right one's P gets the left one's whole product, and the left one's Q the right one's; both
-    are the last row of the other block's P.
+    In a pair of blocks the right one's P gets the left one's whole product, and the left one's Q the right one's. A
+    block's whole product is the last row of its P, and P Q in every row. gathers: as for ``exchanged``.
     """
-    C, K = P.shape
     if size < _SUBLANES:
-        tiles = (C // _SUBLANES, _SUBLANES, K)
-        row = lax.broadcasted_iota(jnp.int32, tiles, 1)
-        other = jnp.take_along_axis(jnp.reshape(P, tiles), (row ^ size) | (size - 1), axis=1)
+        row = rows_of_tiles(P)
+        if gathers:
+            other = jnp.take_along_axis(tiles(P), (row ^ size) | (size - 1), axis=1)
+        else:
+            other = exchanged(tiles(P * Q), size, gathers)
         right = row & size != 0
-        P = jnp.reshape(P, tiles) * jnp.where(right, other, 1.0)
-        Q = jnp.reshape(Q, tiles) * jnp.where(right, 1.0, other)
-        return jnp.reshape(P, (C, K)), jnp.reshape(Q, (C, K))
+        P = tiles(P) * jnp.where(right, other, 1.0)
+        Q = tiles(Q) * jnp.where(right, 1.0, other)
+        return jnp.reshape(P, (-1, P.shape[-1])), jnp.reshape(Q, (-1, Q.shape[-1]))
     (P_left, P_right), (Q_left, Q_right) = split(P, size), split(Q, size)
     P = joined(P_left, P_right * P_left[:, -1:])
     return P, joined(Q_left * P_right[:, -1:], Q_right)
+
+
+def tiles(x: Array) -> Array:
+    """Rows [C, K] by tiles of eight [C / 8, 8, K]."""
+    return jnp.reshape(x, (-1, _SUBLANES, x.shape[-1]))
+
+
+def rows_of_tiles(x: Array) -> Array:
+    """Each row's place in its tile, of x [C, K] or [C / 8, 8, K]: int32 [C / 8, 8, K]."""
+    return lax.broadcasted_iota(jnp.int32, (x.size // (_SUBLANES * x.shape[-1]), _SUBLANES, x.shape[-1]), 1)
+
+
+def exchanged(x: Array, size: int, gathers: bool) -> Array:
+    """Neighbouring blocks of ``size`` rows in each other's place, in tiles [C / 8, 8, K].
+
+    gathers: whether the chip gathers sublanes; else it takes two turns and a choice.
+    """
+    if gathers:
+        return jnp.take_along_axis(x, rows_of_tiles(x) ^ size, axis=1)
+    turned = jnp.roll(x, size, 1)
+    if 2 * size == _SUBLANES:
+        return turned
+    return jnp.where(rows_of_tiles(x) & size != 0, turned, jnp.roll(x, -size, 1))
 
 
 def split(x: Array, size: int) -> tuple[Array, Array]:
