@@ -51,6 +51,8 @@ for call in calls:
         del x["g"]
     if N:
         x["cu_seqlens"] = shape(N + 1, dtype=jnp.int32)
+    if call.get("segments"):
+        x["segment_ids"] = shape(B, T, dtype=jnp.int32)
     rule = lambda x: pg.gated_delta_rule(
         **x, output_final_state=True, chunk_size=call.get("chunk_size"), precision=call.get("precision"))
     function = rule
@@ -85,7 +87,7 @@ CALLS = [
         {**call, "grad": True}
         for call in (
             PLAIN, {**PLAIN, "N": 5, "T": 500}, {**PLAIN, "K": 100, "V": 48, "T": 130, "dtype": "float32"},
-            {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65},
+            {**PLAIN, "H": 1, "HV": 2, "K": 256, "V": 192, "T": 65}, {**PLAIN, "segments": True},
             {**PLAIN, "variant": "KDA", "precision": "fast"},
             {**PLAIN, "variant": "GDN-2", "N": 3, "T": 500},
             {**PLAIN, "variant": "KDA", "K": 100, "V": 48, "T": 130, "dtype": "float32"},

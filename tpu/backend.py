@@ -229,8 +229,6 @@ def _refuses(s: Signature, core: Core) -> str | None:
         return "its kernel is for whole sequences; 'xla' runs a step"
     if s.dtype == "float16":
         return "TPU kernels cannot load float16; 'xla' takes it, or give bfloat16 or float32"
-    if s.has("segment_ids"):
-        return "its kernel does not take segment_ids; pack the segments with cu_seqlens, or take 'xla'"
     if s.B * s.T == 0:
         return None
     p = plan(s, core)

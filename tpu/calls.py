@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ..spec import jax_isolation as isolation
 from ..spec.errors import bad
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
@@ -25,6 +26,7 @@ from .pipeline_plan import Pipeline, pipeline
 from .pipelined import by_pipeline, core
 from .plan import CHUNK, Plan, backward_plan, plan, widths
 from .reverse_plan import Reverse, reverse_plan
+from .segments import marked, separated
 
 __all__ = ["KEPT", "compute", "compute_gradients", "compute_with_states", "probe"]
 
@@ -253,11 +255,12 @@ def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
 def _by_plain_kernel(
     s: Signature, p: Plan, interpret: Any, stages: Any, operands: dict[str, Array], probe: tuple[str, ...] = ()
 ) -> tuple[Outputs, dict[str, Array]]:
-    x = prepare(jnp, s, operands)
+    x, reached = separated(prepare(jnp, s, operands))
     S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
     o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
+    o, state = marked(o, state, reached)
     return (
         finish(jnp, s, operands, o),
         swap_state(jnp, s, state) if s.output_final_state else None,
@@ -271,13 +274,21 @@ def _by_backward_kernel(
     """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
     plans, bounds = _plans(s, stages), operands.get("cu_seqlens")
     assert plans is not None
-    x, pull = jax.vjp(lambda smooth: prepare(jnp, s, {**operands, **smooth}), _smooth(operands))
+
+    def before_the_rule(smooth: dict[str, Array]) -> tuple[Prepared, Array | None]:
+        x = prepare(jnp, s, {**operands, **smooth})
+        return x._replace(starts=None), x.starts
+
+    x, pull, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
+    x, reached = separated(x._replace(starts=starts))
     dO, dS, d_conv_state = cotangents
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
     if dO.dtype == jnp.float32 and s.precision != "highest":
         dO = dO.astype(jnp.bfloat16)  # as the products would round it
     dS = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if dS is None else swap_state(jnp, s, dS)
+    if reached is not None:
+        dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
     p, dtypes = plans[1], _gradient_dtypes(s)
     d: RuleGradients
     if isinstance(p, Reverse):
@@ -294,7 +305,10 @@ def _by_backward_kernel(
         b = rest.pop(0)
     if x.w is not None:
         w = jnp.zeros_like(x.w) if widths(s).shared else rest.pop(0)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else d.S, None, d_conv_state))[0]
+    state = d.S
+    if reached is not None:
+        (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))[0]
 
 
 def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:

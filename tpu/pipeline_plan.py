@@ -10,7 +10,18 @@ from ..spec.problem import Signature
 from .plan import CHUNK, LANES, TABLE_LIMIT, Core, Widths, plan, widths
 from .tiling import Entry, best
 
-__all__ = ["UNITS", "Inside", "Pipeline", "Span", "describe", "pipeline", "spans", "tiled", "why_not"]
+__all__ = [
+    "UNITS",
+    "Inside",
+    "Pipeline",
+    "Span",
+    "describe",
+    "pipeline",
+    "prepared_outside",
+    "spans",
+    "tiled",
+    "why_not",
+]
 
 
 class Inside(NamedTuple):
@@ -218,9 +229,14 @@ LEAST_VMEM = 32 << 20
 SHORTEST_ROW = 2 * CHUNK + 1
 
 
+def prepared_outside(s: Signature) -> bool:
+    """Whether the specification's prologue comes before the kernel, and leaves it the bare rule."""
+    return s.has("mask") or s.has("segment_ids")
+
+
 def _inside(s: Signature) -> Inside:
-    """Everything, unless there is a mask: then the specification's prologue comes first, and nothing is left."""
-    if s.has("mask"):
+    """What of a call's prologue is done in the kernel."""
+    if prepared_outside(s):
         return Inside(0, False, False, False, False, None)
     width, silu = (0, False) if s.conv is None else (s.conv.width, s.conv.activation == "silu")
     return Inside(
@@ -252,11 +268,7 @@ def why_not(s: Signature) -> str | None:
         return f"chunk_size is {s.chunk_size}, and the pipelined kernel's chunks have {CHUNK} tokens"
     if s.T < SHORTEST_ROW:
         return f"T is {s.T}, and the pipelined kernel is worth it from {SHORTEST_ROW} on"
-    if s.has("segment_ids"):
-        return "segments are given by segment_ids"
-    if s.conv is not None and s.has("mask"):
-        return "there are a convolution and a mask"
-    if s.conv is not None and not 2 <= s.conv.width <= 8:
+    if s.conv is not None and not prepared_outside(s) and not 2 <= s.conv.width <= 8:
         return f"the convolution is {s.conv.width} wide, and the pipelined kernel has 2 to 8 inside"
     if not any(_whole(s, P) for P in _divisors(s)):
         return f"no number of heads with {s.K} and {s.V} channels fills tiles of {LANES} lanes"
@@ -325,7 +337,7 @@ def _pipeline(s: Signature, core: Core, P: int, every: bool, solved: bool) -> Pi
         precision=s.precision,
         scale=s.scale,
         k_bytes=2 if s.precision != "highest" or s.dtype == "bfloat16" else 4,
-        v_bytes=2 if s.dtype == "bfloat16" else 4,
+        v_bytes=2 if s.dtype == "bfloat16" and not (prepared_outside(s) and s.conv is not None) else 4,
         wide_mxu=core.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
         every=every,

@@ -12,8 +12,9 @@ from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
-from .pipeline_plan import Pipeline
+from .pipeline_plan import Pipeline, prepared_outside
 from .plan import Core
+from .segments import marked, separated
 
 __all__ = ["by_pipeline", "core"]
 
@@ -24,15 +25,17 @@ Outputs = tuple[Array, Array | None, Array | None]
 def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
     """Outputs, and what the plan keeps of each chunk; without inverses, states [chunks, HV, K, V] as tables have them.
 
-    Everything is in the kernel, and outside are reshapes; with a mask, the specification's prologue comes first.
+    Everything is in the kernel, and outside are reshapes; with a mask or segments the specification's prologue comes
+    first.
     """
-    conv_state = taps = past = None
+    conv_state = taps = past = reached = None
     channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
     flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
-    if s.has("mask"):
-        ready = prepare(jnp, s, x)
-        given = {"q": ready.q, "k": ready.k, "v": ready.v.astype(x["v"].dtype)}
-        g, b, w, S = ready.g, ready.b, ready.w, ready.S
+    outside = prepared_outside(s)
+    if outside:
+        ready, reached = separated(prepare(jnp, s, x))
+        given = {"q": ready.q, "k": ready.k, "v": ready.v if s.conv is not None else ready.v.astype(s.dtype)}
+        g, b, w, S, conv_state = ready.g, ready.b, ready.w, ready.S, ready.conv_state
     else:
         given = {name: x[name] for name in "qkv" if name in x}
         g = x["g"] if "g" in x else jnp.zeros((s.B, s.T, s.HV), jnp.float32)
@@ -41,12 +44,12 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     if not p.changes_keys:
         keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
         given |= {name: given[name].astype(keys) for name in "qk"}
-    whole = Channels(x["qkv"], 0) if "qkv" in x else None
+    whole = Channels(x["qkv"], 0) if "qkv" in x and not outside else None
     q, k, v = (
         Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
         for name, first in channels.items()
     )
-    if s.conv is not None:
+    if p.inside.width:
         width, total = s.conv.width, s.conv.channels
         rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
         weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
@@ -66,6 +69,7 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     o, state, kept = forward(
         p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )
+    o, state = marked(o, state, reached)
     if p.every and not p.solved:
         kept["S"] = jnp.reshape(kept["S"], (-1, *kept["S"].shape[2:]))
     return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), kept

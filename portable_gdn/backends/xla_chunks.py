@@ -17,13 +17,13 @@ import numpy as np
 from jax import lax
 
 from ..spec import chunkwise
+from ..spec import jax_isolation as isolation
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.precision import DEFAULT
 from ..spec.probe import probe as spec_probe
 from ..spec.problem import Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
-from . import xla_isolation as isolation
 
 __all__ = ["compute", "compute_gradients", "probe"]
 
