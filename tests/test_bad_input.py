@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import numpy as np
@@ -372,6 +373,32 @@ def test_a_backend_that_cannot_run_says_why_and_nothing_else_steps_in(library, r
         monkeypatch.setenv("PORTABLE_GDN_BACKEND", "dummy")
         assert refusal(pg.gated_delta_rule, **x) == f"PORTABLE_GDN_BACKEND 'dummy' cannot run this call: {why}"
         monkeypatch.delenv("PORTABLE_GDN_BACKEND")
+
+
+def test_where_no_backend_can_the_reasons_of_all_are_given(register, monkeypatch):
+    monkeypatch.setattr(dispatch, "_registry", {})
+    register(Dummy(auto=True, refuses="K = 16 is too few."))
+    sentence = refusal(pg.gated_delta_rule, **make())
+    assert sentence.startswith("no backend can run this call:\n")
+    assert sentence.endswith("runs on no backend\n  not dummy: K = 16 is too few.")
+
+
+def test_a_package_whose_entry_point_breaks_takes_no_other_down(register, monkeypatch):
+    entries = [
+        EntryPoint("cheese", "portable_gdn_of_cheese:BACKEND", dispatch.GROUP),
+        EntryPoint("numpy", "portable_gdn.backends.numpy_oracle:BACKEND", dispatch.GROUP),
+    ]
+    for name, value in {"_registry": {}, "_broken": {}, "_loaded": False}.items():
+        monkeypatch.setattr(dispatch, name, value)
+    monkeypatch.setattr(dispatch.metadata, "entry_points", lambda group: entries)
+    assert [backend.name for backend in dispatch.backends()] == ["numpy"]
+    sentence = refusal(pg.gated_delta_rule, **make(), backend="cheese")
+    assert sentence.startswith("backend 'cheese' cannot be used: its entry point portable_gdn_of_cheese:BACKEND fails")
+    assert (
+        "No module named 'portable_gdn_of_cheese'" in dict(pg.explain(**make(), backend="cheese").passed_over)["cheese"]
+    )
+    register(Dummy(name="cheese"))  # which mends it
+    assert np.all(pg.gated_delta_rule(**make(), backend="cheese")[0] == 0)
 
 
 @pytest.mark.parametrize("missing", ["run", "gradients", "refuses", "rounding", "priority"])

@@ -235,6 +235,27 @@ def test_the_command_prints_the_place(under_test):
     )  # packed sequences have theirs in rows of their own
 
 
+def test_the_command_reads_a_recording_and_says_what_the_other_side_refuses(under_test, tmp_path):
+    class Picky(ByStages):
+        def refuses(self, signature):
+            return "it takes no single token" if signature.T == 1 else None
+
+    path = tmp_path / "stages.safetensors"
+    settings = Settings(stages=True, chunk_size=16)
+    record(path, backend_for("numpy", settings), "quick", cases_named(["one token", "five tokens"]), settings)
+    under_test(Picky(**spoiled("output", 0, lambda a: 1.01 * a)))
+    found = run("bisect", path, "-b", "under test", "--json")
+    assert found.exit_code == 1
+    report = json.loads(found.stdout)
+    (case,) = report["cases"]
+    assert case["case"] == "five tokens"
+    assert list(report["skipped"]) == ["one token"]
+    assert "it takes no single token" in report["skipped"]["one token"]
+    said = " ".join(run("bisect", path, "-b", "under test").stdout.split())
+    assert "numpy (recorded)" in said
+    assert "not compared: one token: under test: " in said
+
+
 def test_the_command_refuses(under_test, tmp_path):
     class Blind(ByStages):
         probe = property()  # an attribute that is not there

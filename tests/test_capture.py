@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from portable_gdn.harness import recordings
+from portable_gdn.harness import recordings, tensor_file
 from portable_gdn.harness.capture import MODELS
+from portable_gdn.harness.tensor_file import TensorFile, TensorWriter
 from portable_gdn.spec.errors import GdnError
 
 
@@ -47,3 +48,72 @@ def test_a_recording_that_is_cut_short_or_changed_is_refused(tmp_path):
             recordings.load(path)
     with pytest.raises(GdnError, match="missing"):
         recordings.load(tmp_path / "missing.safetensors")
+
+
+# (tensors as they are changed, metadata as they are changed, words of the sentence)
+UNSOUND = (
+    ({}, {"version": "2"}, "metadata version is '2'; it must be '1'"),
+    ({}, {"seed": None}, "the metadata lacks seed"),
+    ({}, {"variant": "gla"}, "metadata variant is 'gla'"),
+    ({}, {"qk_l2norm": "True"}, "metadata qk_l2norm is 'True'"),
+    ({}, {"scale": "inf"}, "metadata scale is 'inf'; it must be a positive number"),
+    ({}, {"tokens": "many"}, "metadata tokens is 'many'; it must be a positive number"),
+    ({}, {"tokens": "3"}, "q has 150 tokens; the metadata says 3"),
+    ({"step_beta": lambda a: None}, {}, "tensor step_beta is missing"),
+    ({"k": lambda a: a[0]}, {}, r"tensor k has shape \(150, .*; it must be \[1 T H K\]"),
+    ({"o": lambda a: a[:, 1:]}, {}, r"tensor o has shape \(1, 149, .*; it must be \[1 T HV V\] ="),
+    ({"v": lambda a: a * np.float32("nan")}, {}, "tensor v has values that are not finite"),
+    ({"g": lambda a: -a}, {}, "tensor g has positive values"),
+    ({"q": lambda a: a.astype(np.float16)}, {}, "tensor q has dtype float16; it must be float32"),
+    ({name: lambda a: a[:, :, :0] for name in ("q", "k")}, {}, "an axis of tensor q or v is empty"),
+    ({name: lambda a: np.repeat(a, 5, 2) for name in ("q", "k")}, {}, "v has 4 heads; it must be a multiple of the 10"),
+    ({f"step_{name}": lambda a: a[:, :, :1] for name in "qk"}, {}, "H is 2 in the first call and 1 in step_"),
+)
+
+
+@pytest.mark.parametrize(("tensors", "metadata", "words"), UNSOUND, ids=[case[-1][:30] for case in UNSOUND])
+def test_a_recording_whose_parts_do_not_fit_is_refused(tmp_path, tensors, metadata, words):
+    source = TensorFile(next(path for path in recordings.bundled() if path.stem == "qwen3_next"))
+    path = tmp_path / "x.safetensors"
+    with TensorWriter(path) as out:
+        out.metadata = {name: said for name, said in {**source.metadata, **metadata}.items() if said is not None}
+        for name in source.shapes:
+            changed = tensors.get(name, lambda a: a)(source.read(name))
+            if changed is not None:
+                out.add(name, changed)
+    with pytest.raises(GdnError, match=words):
+        recordings.load(path)
+
+
+def header(text):
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (header(b"{nonsense"), "the safetensors header is not valid"),
+        (header(b'{"a": {"dtype": "F32"}}'), "the safetensors header is not valid"),
+        (header(b'{"a": {"dtype": "F8", "shape": [0], "data_offsets": [0, 0]}}'), "tensor a has dtype F8"),
+        (header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'), "takes bytes 0 to 4 of 0"),
+    ],
+    ids=["no JSON", "no shape", "dtype", "beyond the end"],
+)
+def test_a_header_that_is_wrong_is_refused(tmp_path, data, words):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(GdnError, match=words):
+        TensorFile(path)
+
+
+def test_a_writer_that_is_stopped_at_the_last_moment_leaves_the_old_file(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(tensor_file.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), TensorWriter(path) as out:
+        out.add("a", np.zeros(3, np.float32))
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"

@@ -176,15 +176,41 @@ def test_states_pass_by_a_file(tmp_path):
     assert "holds: 5 sequences from numpy to numpy" in found.stdout
 
     source = TensorFile(path)
-    damaged = tmp_path / "damaged.safetensors"
-    with TensorWriter(damaged) as out:
-        out.metadata = source.metadata
-        for name in source.shapes:
-            out.add(name, source.read(name) + np.float32(name == "2/state"))
-    with pytest.raises(GdnError, match="'KDA' do not have the hash"):
-        CliRunner().invoke(app, ["handover", str(damaged), "-b", "numpy"], catch_exceptions=False)
+    other_inputs, no_recipe = json.loads(source.metadata["cases"]), json.loads(source.metadata["cases"])
+    other_inputs[1]["inputs"] = "0" * 64
+    del no_recipe[1]["recipe"]["name"]
+    for change, cases, words in (
+        (1, None, "'KDA' do not have the hash"),
+        (0, other_inputs, r"builds other inputs for case 'DeltaNet, states \[V, K\]'; begin again"),
+        (0, no_recipe, "the metadata are not valid"),
+    ):
+        damaged = tmp_path / "damaged.safetensors"
+        with TensorWriter(damaged) as out:
+            out.metadata = source.metadata | ({} if cases is None else {"cases": json.dumps(cases)})
+            for name in source.shapes:
+                out.add(name, source.read(name) + np.float32(change * (name == "2/state")))
+        with pytest.raises(GdnError, match=words):
+            CliRunner().invoke(app, ["handover", str(damaged), "-b", "numpy"], catch_exceptions=False)
     with pytest.raises(GdnError, match="metadata format is 'portable-gdn-activations'"):
         CliRunner().invoke(app, ["handover", str(recordings.bundled()[0]), "-b", "numpy"], catch_exceptions=False)
+
+
+class Refuses(Numpy):
+    name = "under test"
+    auto = False
+
+    def run(self, problem):
+        raise GdnError("v is too much; it must be less.")
+
+
+@pytest.mark.parametrize("names", [("under test", "numpy"), ("numpy", "under test")])
+def test_what_either_side_refuses_is_said_and_no_pass(under_test, names):
+    under_test(Refuses())
+    found = run("handover", "-b", names[0], "-b", names[1], "--case", "KDA", "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout) == {
+        "ok": False, "results": [], "refused": {"KDA": "v is too much; it must be less."},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "case"), [(Transposing, "KDA"), (ForgetsTheConvolution, "mixer")])

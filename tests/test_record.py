@@ -187,6 +187,31 @@ def test_ill_conditioned_cases_are_shown_and_not_judged(tmp_path, under_test):
     assert any(not t.judged for t in found.cases[0].tensors)
 
 
+def test_where_all_is_ill_conditioned_nothing_passes(tmp_path, under_test):
+    class Coarsest(Sound):
+        def rounding(self, signature):
+            return Rounding(dict.fromkeys(("q", "k", "T", "R", "S", "W", "Aqk"), "bfloat16"))
+
+    path = tmp_path / "ill.safetensors"
+    under_test(Coarsest())
+    case = next(c for c in designed() if c.name == "one key, beta 1.998")
+    record(path, Coarsest(), "standard", [case], Settings())
+    found = compare(RunFile(path), Coarsest(), Settings())
+    assert not found.equal
+    assert found.sentence().startswith("Nothing could be judged of under test (recorded) and under test (here)")
+
+
+def test_calls_without_tokens_compare_and_have_a_page(tmp_path, under_test):
+    path = tmp_path / "none.safetensors"
+    under_test(Sound())
+    cases = [*cases_named(["no tokens"]), Case("no rows", B=0)]
+    record(path, Sound(), "standard", cases, Settings(stages=True))
+    found = compare(RunFile(path), Sound(), Settings())
+    assert found.equal
+    assert [len(case.tensors) for case in found.cases] == [8, 8]
+    assert "no rows" in page(found)
+
+
 # a process of the backend's own
 
 
@@ -440,6 +465,8 @@ def test_a_comparison_of_nothing_is_no_pass(tmp_path):
     found = run("compare", path, "-b", "numpy")
     assert found.exit_code == 1
     assert "Nothing could be compared" in " ".join(found.stdout.split())
+    path = edited(path, tmp_path, cases="[]")
+    assert "the recording holds no cases" in refused("compare", path, "-b", "numpy")
 
 
 def test_bad_arguments(tmp_path, recording):
@@ -513,6 +540,21 @@ def test_the_environment_is_told():
     assert facts["torch.float32_matmul_precision"] == "highest"
     assert facts["revision"] is None or len(facts["revision"].rstrip("+")) == 40
     json.dumps(facts)
+
+
+def test_the_revision_is_that_of_this_package_alone(tmp_path, monkeypatch):
+    """Not that of a repository in which it happens to be installed; and without git there is none."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "environment.py"))
+    assert environment.environment(Sound())["revision"] is None
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.environment(Sound())["revision"] is None
+
+
+def test_packages_that_are_not_installed_are_left_out(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("numpy", "no-such-package-at-all"))
+    assert list(environment.environment(Sound())["packages"]) == ["numpy"]
 
 
 def test_the_environment_of_jax_is_told():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -249,6 +251,21 @@ def test_a_process_of_its_own_finds_the_same():
     assert there == [row.as_dict() for row in here.rows]
 
 
+def test_a_process_that_is_gone_before_it_is_asked(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    cases = [Case(f"{i} " + "x" * 1000) for i in range(100)]  # more than a pipe holds
+    worker = Worker("numpy", cases, full=False)
+    (answer,) = worker.answers()
+    worker.close()
+    assert answer == {"ended": "its process ended with exit code 0", "left": [case.name for case in cases]}
+
+
+def test_a_process_is_ended_before_its_cases_are_done():
+    worker = Worker("numpy", designed(), full=True)
+    worker.close()
+    assert worker._process.returncode == -signal.SIGTERM
+
+
 class Refuses(ByStages):
     def gradients(self, problem, cotangents):
         raise pg.GdnError("v is too much; it must be less.")
@@ -292,6 +309,7 @@ def test_an_error_of_four_budgets_in_one_head_is_seen():
     assert verdict.head == 2
     o[0, 3, 1] = np.nan
     assert not judge("o", o, e, s).ok
+    assert judge("o", e.exact["o"][:, :-1], e, s).error == np.inf  # of another shape
 
 
 ONE_ROUNDING_DECIDES = [

@@ -455,7 +455,7 @@ def _sensible(case: Case) -> Case:
     """A recipe that ``build`` can make: gates need decays, some layouts and conditions exclude each other."""
     if case.variant in ("DeltaNet", "linear attention"):
         case = replace(case, gate=None)
-    if case.conv is not None and (case.variant.startswith(("GLA", "linear")) and case.variant == "linear attention"):
+    if case.variant == "linear attention":
         case = replace(case, conv=None)
     if case.layout in PACKED or case.T == 0:
         case = replace(case, B=1)

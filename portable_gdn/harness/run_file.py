@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -242,9 +242,6 @@ class RunFile:
     def recorded_inputs(self, case: Case) -> Inputs:
         """The inputs as the recorded backend got them: with the recording's settings applied."""
         return with_settings(self.inputs(case), self.settings)
-
-    def __iter__(self) -> Iterator[Case]:
-        return iter(self.cases)
 
 
 def _options(found: Mapping[str, Any]) -> Options:
