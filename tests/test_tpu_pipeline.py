@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import portable_gdn as pg
+from portable_gdn import door
 from portable_gdn.harness import cases
 from portable_gdn.harness.cases import Case, build
+from portable_gdn.harness.stages import Side, StageTruth, first_parting
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
@@ -22,6 +24,8 @@ from portable_gdn.tpu.reverse_plan import reverse_plan
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
+
+from portable_gdn.tpu.kernels import phases  # noqa: E402
 
 LONG = {"K": CHUNK, "V": CHUNK, "T": UNITS * CHUNK + 88, "H": 1, "HV": 2, "dtype": "bfloat16"}
 NAME = "pallas-interpret"
@@ -330,3 +334,51 @@ def test_it_lowers_where_nobody_said_which_tpu_it_is_for():
     shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in operands(T=1024).items()}
     traced = jax.jit(lambda x: pg.gated_delta_rule(**x, qk_l2norm=True)[0]).trace(shapes)
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+# stages
+
+
+def parting(case):
+    """Where the stages that are shown leave the truth first, and the results of the call and of its stages."""
+    made = build(case)
+    problem, _ = door.normalise({name: jnp.asarray(a) for name, a in made.operands.items()}, made.options, NAME)
+    found = {
+        n: tuple(None if a is None else np.asarray(a) for a in x) for n, x in PALLAS_INTERPRET.probe(problem).items()
+    }
+    truth = StageTruth(made, CHUNK)
+    side = Side("pipeline", found, PALLAS_INTERPRET.rounding(problem.signature))
+    return first_parting(truth, side), np.asarray(PALLAS_INTERPRET.run(problem).o), found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("long", **{**LONG, "T": 300}),
+        Case("long, KDA", variant="KDA", **{**LONG, "T": 300}),
+        Case("long, vk, holes", layout="holes", state_layout="vk", **LONG),
+        Case("long, segments", layout="segments", **LONG),
+    ],
+    ids=lambda c: c.name,
+)
+@pytest.mark.slow
+def test_its_own_states_and_outputs_are_probed(case):
+    where, o, found = parting(case)
+    assert where is None
+    shown = np.moveaxis(found["output"][0], 2, 3)
+    assert np.array_equal(bits(shown.reshape(1, -1, *shown.shape[3:])[:, : case.T]), bits(o))
+
+
+@pytest.mark.parametrize(
+    ("of", "stage", "chunk"), [("into", "state", 1), pytest.param("before", "delta", 0, marks=pytest.mark.slow)]
+)
+def test_a_fault_in_the_pipeline_is_found_at_its_stage(of, stage, chunk, monkeypatch):
+    real = phases._gates
+    wrong = lambda p, g, b: [a._replace(**{of: getattr(a, of) * 1.5}) for a in real(p, g, b)]  # noqa: E731
+    monkeypatch.setattr(phases, "_gates", wrong)
+    jax.clear_caches()
+    try:
+        where, _, _ = parting(Case("long", **{**LONG, "T": 300}))
+    finally:
+        jax.clear_caches()
+    assert (where.stage, where.chunk) == (stage, chunk)

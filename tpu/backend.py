@@ -140,8 +140,8 @@ class Pallas:
         return Result(*result), found
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
-        """The stages of every chunk, by name; see ``calls.probe``. For calls without packed sequences."""
-        from .calls import probe
+        """The stages of every chunk, by name; see ``probing.probe``. For calls without packed sequences."""
+        from .probing import probe
 
         return probe(problem.signature, self._interpret(), self.stages, problem.operands)
 

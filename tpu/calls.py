@@ -13,14 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..spec import jax_isolation as isolation
-from ..spec.errors import bad
 from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .kernels import stages as own_stages
 from .kernels.backward import RuleGradients, backward
-from .kernels.forward import PROBED, forward
+from .kernels.forward import forward
 from .kernels.reverse import reverse
 from .pipeline_plan import Pipeline, pipeline
 from .pipelined import by_pipeline, core
@@ -28,7 +27,7 @@ from .plan import CHUNK, Plan, backward_plan, plan, widths
 from .reverse_plan import Reverse, reverse_plan
 from .segments import marked, separated
 
-__all__ = ["KEPT", "compute", "compute_gradients", "compute_with_states", "probe"]
+__all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
 
 Array = Any
 Outputs = tuple[Array, Array | None, Array | None]
@@ -174,7 +173,7 @@ def _keeping(
     def kernel(operands: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
         if isinstance(plans[0], Pipeline):
             return by_pipeline(s, plans[0], interpret, operands)
-        return _by_plain_kernel(s, plans[0], interpret, stages, operands, ("S",))
+        return by_plain_kernel(s, plans[0], interpret, stages, operands, ("S",))
 
     def elsewhere(operands: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
         kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
@@ -239,7 +238,7 @@ def _by_kernel(s: Signature, interpret: Any, stages: Any, operands: dict[str, Ar
     line = pipeline(s, core()) if stages is own_stages else None
     if line is not None:
         return by_pipeline(s, line, interpret, operands)[0]
-    return _by_plain_kernel(s, plan(s, core()), interpret, stages, operands)[0]
+    return by_plain_kernel(s, plan(s, core()), interpret, stages, operands)[0]
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
@@ -252,9 +251,10 @@ def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
     return x.q.astype(keys), x.k.astype(keys), x.v.astype(values), gates
 
 
-def _by_plain_kernel(
+def by_plain_kernel(
     s: Signature, p: Plan, interpret: Any, stages: Any, operands: dict[str, Array], probe: tuple[str, ...] = ()
 ) -> tuple[Outputs, dict[str, Array]]:
+    """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.forward.PROBED``)."""
     x, reached = separated(prepare(jnp, s, operands))
     S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
@@ -324,33 +324,3 @@ def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
     operand = jnp.dtype(s.dtype)
     values = jnp.float32 if s.conv is not None else operand
     return (jnp.float32 if s.qk_l2norm else values), values
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, Array]:
-    return _by_plain_kernel(s, plan(s, core()), interpret, stages, operands, PROBED)[1]
-
-
-def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> dict[str, tuple[Array, ...]]:
-    """The kernel's stages of every chunk of a call without packed sequences, under the names of ``spec.stages.STAGES``.
-
-    Returns:
-        What ``spec.chunkwise.stage_chunk`` returns of one chunk, with [B, chunks a row, HV] before it, float32. ``wy``
-        is derived, since the kernel never forms it. A row's last chunk is filled up with zeros to the chunk size.
-
-    Raises:
-        GdnError: sequences are packed.
-    """
-    if s.packed:
-        raise bad("cu_seqlens", "given", "be None where stages are probed: chunks of packed sequences differ in length")
-    found = _probe(s, interpret, stages, operands)
-    x = {name: jnp.reshape(a, (s.B, -1, *a.shape[1:])) for name, a in found.items()}
-    return {
-        "decay": tuple(x[name][..., :: max(x[name].shape[-1] // max(s.groups, 1), 1)] for name in ("G", "count")),
-        "scores": (x.get("Akk"), x["Aqk"]),
-        "inverse": (x.get("T"),),
-        "wy": (x["U"], x.get("W")),
-        "state": (x["S"], x["after"]),
-        "delta": (x["Vn"],),
-        "output": (x["o"],),
-    }
