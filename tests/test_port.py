@@ -19,9 +19,10 @@ from checkpoints import FAMILIES, checkpoint, facts, load, read_file, save, save
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, direct, port, run, stream
-from portable_gdn.checkpoint.plan import plan_port, read
+from portable_gdn.checkpoint.plan import plan_port
 from portable_gdn.checkpoint.reader import Checkpoint
 from portable_gdn.checkpoint.report import formats
+from portable_gdn.checkpoint.source import read
 from portable_gdn.cli.main import app
 from portable_gdn.spec.errors import GdnError
 

@@ -11,10 +11,10 @@ from checkpoints import FAMILIES, facts, read_file, realistic, save, write_file
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import port
-from portable_gdn.checkpoint.plan import read
 from portable_gdn.checkpoint.proof import check, prove
 from portable_gdn.checkpoint.proof.prove import LIMIT, LOGITS_LIMIT, Report, _check_bytes, compare_ports
 from portable_gdn.checkpoint.reader import Checkpoint
+from portable_gdn.checkpoint.source import read
 from portable_gdn.cli.main import app
 
 pytest.importorskip("safetensors")

@@ -11,8 +11,9 @@ from checkpoints import checkpoint, facts, read_file, save, tensors, write_file
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, port, provenance, run
-from portable_gdn.checkpoint.plan import plan_port, read
+from portable_gdn.checkpoint.plan import plan_port
 from portable_gdn.checkpoint.reader import Checkpoint
+from portable_gdn.checkpoint.source import read
 from portable_gdn.checkpoint.table import Spec
 from portable_gdn.cli.main import app
 from portable_gdn.spec.errors import GdnError

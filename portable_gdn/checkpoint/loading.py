@@ -10,7 +10,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from . import provenance
-from .plan import TREES
+from .targets import TREES
 
 __all__ = ["load_layer", "load_tree"]
 

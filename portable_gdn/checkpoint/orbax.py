@@ -19,7 +19,7 @@ import numpy as np
 from ..spec.errors import GdnError
 from .dtypes import dtype_of, itemsize
 from .header import Tensor
-from .plan import Output, Shard
+from .output import Output, Shard
 from .reader import Checkpoint, read_json
 from .table import Spec
 

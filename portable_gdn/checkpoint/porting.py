@@ -13,13 +13,17 @@ import numpy as np
 
 from ..spec.errors import GdnError
 from . import provenance
+from .back import plan_back
 from .families import family_named
 from .orbax import leaf, metadata
-from .plan import ROOTS, Plan, Shard, plan_back, plan_port, read, shards
+from .output import Shard, shards
+from .plan import Plan, plan_port
 from .provenance import open_port
 from .reader import Checkpoint, read_json
 from .run import SLAB, Progress, Session, checksum, session
+from .source import read
 from .stream import stream
+from .targets import ROOTS
 from .targets.family import target_config
 
 __all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import GdnError, bad
+from .back import Record
 from .header import parse_header, parse_name
 from .orbax import Leaves
-from .plan import ROOTS, Plan, Record, linear_layers
+from .plan import Plan
 from .reader import INDEX_SUFFIX, Checkpoint, read_json
+from .source import linear_layers
 from .table import Spec
+from .targets import ROOTS
 
 __all__ = ["FILE", "FORMAT", "SOURCE", "is_port", "load", "open_port", "read_record", "small_files", "write"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from .families import ALL
 from .families.family import MIXER_PIECES
-from .plan import Output, Plan
+from .output import Output
+from .plan import Plan
 from .table import Entry
 from .targets import jax, maxtext
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from .direct import Writer, pieces
-from .plan import Output, Shard
+from .output import Output, Shard
 from .reader import Checkpoint
 from .stream import Slab, stream
 

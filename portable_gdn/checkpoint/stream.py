@@ -20,7 +20,7 @@ import numpy as np
 
 from ..spec.errors import GdnError
 from .direct import Buffers, read
-from .plan import Move, Output
+from .output import Move, Output
 from .reader import Checkpoint
 
 __all__ = ["Slab", "stream"]

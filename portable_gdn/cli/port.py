@@ -14,8 +14,8 @@ from rich.table import Table
 
 from ..checkpoint import porting, proof, provenance
 from ..checkpoint.families import ALL
-from ..checkpoint.plan import TARGETS
 from ..checkpoint.report import describe_plan
+from ..checkpoint.targets import TARGETS
 from ..checkpoint.targets.maxtext import LAYOUTS, layout_of
 from ..spec.errors import bad
 from .output import console, messages, print_json, progress_bar

@@ -19,8 +19,8 @@ def _serve() -> None:
         print(json.dumps(facts), file=answers, flush=True)
 
     from ...spec.errors import GdnError
-    from ..plan import read
     from ..reader import Checkpoint
+    from ..source import read
     from .oracle import hide_fla, layer_by_layer, layers_alone, whole_model
     from .ours import compare, compare_logits
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...spec.errors import GdnError
-from ..plan import Read
+from ..source import Read
 
 __all__ = ["lazy_model"]
 

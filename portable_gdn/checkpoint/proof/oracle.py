@@ -23,7 +23,7 @@ import numpy as np
 
 from ...spec.errors import GdnError
 from ..families import Mixer
-from ..plan import Read
+from ..source import Read
 from .lazy import lazy_model
 from .text import DECODED, PREFILLED, TEXT
 

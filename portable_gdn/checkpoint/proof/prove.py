@@ -14,10 +14,11 @@ from typing import Any
 from ...spec.errors import GdnError
 from .. import provenance
 from ..families.family import MIXER_PIECES
-from ..plan import TREES, Read, read
 from ..porting import digests_back
 from ..reader import Checkpoint
 from ..run import digest
+from ..source import Read, read
+from ..targets import TREES
 
 __all__ = ["LIMIT", "Finding", "Report", "check", "compare_ports"]
 

@@ -1,0 +1,196 @@
+"""Tensors to write: the pieces of the source that each is made of, cut into slabs, and the files that hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .copying import copy
+from .dtypes import dtype_of, itemsize
+from .table import Made, Place, Spec
+
+__all__ = ["Move", "Output", "Part", "Shard", "shards"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of an output: where it comes from, and the segment and indices of the output it goes to."""
+
+    place: Place
+    segment: int
+    index: Mapping[str, int]
+
+
+class Move(NamedTuple):
+    """Elements of a source's tensor, axes in the output's order, and where they go to.
+
+    at: bytes of the tensor before the first of them. segment, along: of the output's layout.
+    """
+
+    name: str
+    elements: np.ndarray
+    at: int
+    segment: int = 0
+    along: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write. ``made`` None copies the source's tensor ``parts`` names; no parts at all are zeros."""
+
+    name: str
+    spec: Spec
+    made: Made | None = None
+    parts: tuple[Part, ...] = ()
+    copied: str | None = None
+    cast: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return prod(self.spec.shape) * itemsize(self.spec.dtype)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the source's tensors that go into it."""
+        if self.copied is not None:
+            return (self.copied,)
+        return tuple(dict.fromkeys(part.place.bound.name for part in self.parts))
+
+    @property
+    def verbatim(self) -> str | None:
+        """The source's tensor whose very bytes these are, where that can be seen at once."""
+        if self.copied is not None:
+            return self.copied
+        if len(self.parts) == 1 and self.made is not None and not self.cast:
+            (part,) = self.parts
+            lay = part.place.bound.entry.layout
+            own = self.made.entry.layout
+            if len(lay.segments) == len(own.segments) == 1 and lay.dims(0) == own.dims(0):
+                return None if lay.indices or own.indices else part.place.bound.name
+        return None
+
+    def slabs(self, most: int) -> list[tuple[int, int]]:
+        """Ranges whose bytes are at most ``most``, where the tensor can be cut; else one range (0, -1).
+
+        They are of the leading dim, or of bytes where they are a source's very bytes.
+        """
+        if self.nbytes <= most:
+            return [(0, -1)]
+        if self.verbatim is not None:
+            total, step = self.nbytes, most
+        else:
+            lead = self.leading
+            if lead is None:
+                return [(0, -1)]
+            total = self._sizes()[lead]
+            step = max(1, most * total // self.nbytes)
+        return [(n, min(n + step, total)) for n in range(0, total, step)]
+
+    @property
+    def leading(self) -> str | None:
+        """The dim or index along which it can be written in slabs."""
+        return self.made.entry.layout.leading if self.made is not None and self.parts else None
+
+    def _sizes(self) -> Mapping[str, int]:
+        assert self.made is not None
+        return self.made.sizes
+
+    def moves(self, slab: tuple[int, int], source: Callable[[str], np.ndarray]) -> list[Move]:
+        """What a slab is made of; ``source`` gives tensors by name, of which nothing is looked at yet."""
+        low, high = slab
+        if self.verbatim is not None:
+            flat = source(self.verbatim).reshape(-1).view(np.uint8)
+            return [Move(self.verbatim, flat if high < 0 else flat[low:high], low)]
+        if not self.parts:
+            return []
+        assert self.made is not None
+        lay, lead = self.made.entry.layout, self.leading
+        cut = high >= 0 and lead is not None
+        found = []
+        for part in self.parts:
+            bound = part.place.bound
+            index = dict(part.index)
+            if cut and lead is not None and lead[0] == "@":
+                if not low <= index[lead[1:]] < high:
+                    continue
+                index[lead[1:]] -= low
+            whole = source(bound.name)
+            view = bound.entry.layout.view(whole, bound.sizes, part.place.segment, part.place.along)
+            axes = bound.entry.layout.dims(part.place.segment)
+            if cut and lead is not None and lead[0] != "@":
+                view = view[(slice(None),) * axes.index(lead) + (slice(low, high),)]
+            wanted = lay.dims(part.segment)
+            view = view.transpose([axes.index(dim) for dim in wanted])
+            found.append(Move(bound.name, view, view.ctypes.data - whole.ctypes.data, part.segment, index))
+        return found
+
+    def fill(self, slab: tuple[int, int], moves: Iterable[Move], buffer: np.ndarray | None = None) -> np.ndarray:
+        """The elements of one slab, contiguous, in ``buffer`` if it is large enough."""
+        dtype = dtype_of(self.spec.dtype)
+        if self.verbatim is not None:
+            (move,) = moves
+            return move.elements
+        if not self.parts:
+            return np.zeros(self.spec.shape, dtype)
+        assert self.made is not None
+        lay, sizes, lead = self.made.entry.layout, dict(self.made.sizes), self.leading
+        low, high = slab
+        if high >= 0 and lead is not None:
+            sizes[lead] = high - low
+        shape = lay.shape(sizes)
+        size = prod(shape) * dtype.itemsize
+        room = buffer is not None and buffer.nbytes >= size
+        out = buffer[:size].view(dtype).reshape(shape) if room else np.empty(shape, dtype)  # type: ignore[index]
+        for move in moves:
+            copy(lay.view(out, sizes, move.segment, move.along), move.elements)
+        return out
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to write: its path in the folder, what stands before and behind the tensors, and these in order."""
+
+    name: str
+    header: bytes
+    outputs: tuple[Output, ...]
+    trailer: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(o.nbytes for o in self.outputs) + len(self.trailer)
+
+
+def shards(outputs: Sequence[Output], stem: str, most: int) -> list[Shard]:
+    """Distribute tensors over files of at most ``most`` bytes (a larger tensor has one for itself)."""
+    groups: list[list[Output]] = []
+    size = 0
+    for output in outputs:
+        if not groups or size + output.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(output)
+        size += output.nbytes
+    return [
+        Shard(f"{stem}-{n:05d}-of-{len(groups):05d}.safetensors", _header(group), tuple(group))
+        for n, group in enumerate(groups, 1)
+    ]
+
+
+def _header(outputs: Sequence[Output]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "portable-gdn"}}
+    at = 0
+    for output in outputs:
+        entries[output.name] = {
+            "dtype": output.spec.dtype, "shape": list(output.spec.shape), "data_offsets": [at, at + output.nbytes],
+        }  # fmt: skip
+        at += output.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
