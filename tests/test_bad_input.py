@@ -375,6 +375,12 @@ def test_a_backend_that_cannot_run_says_why_and_nothing_else_steps_in(library, r
         monkeypatch.delenv("PORTABLE_GDN_BACKEND")
 
 
+def test_a_combination_without_a_name_is_told_by_its_gates():
+    x = make("GDN-2")
+    x = {name: x[name] for name in ("q", "k", "v", "erase")} | {"g": x["g"][..., 0]}
+    assert str(pg.explain(**x)).startswith("decay=head, erase=channel, write=none, float32")
+
+
 def test_where_no_backend_can_the_reasons_of_all_are_given(register, monkeypatch):
     monkeypatch.setattr(dispatch, "_registry", {})
     register(Dummy(auto=True, refuses="K = 16 is too few."))

@@ -198,6 +198,57 @@ def test_other_chunk_sizes_compare_states_at_common_boundaries(under_test, tmp_p
         assert any("chunks of 16 tokens" in said and "common boundaries" in said for said in found.cases[0].remarks)
 
 
+def test_a_backend_that_cannot_have_such_chunks_is_asked_for_its_own(under_test, tmp_path):
+    class Rigid(ByStages):
+        def refuses(self, signature):
+            return "its chunks have 64 tokens" if signature.chunk_size == 16 else None
+
+    path = tmp_path / "small.safetensors"
+    settings = Settings(stages=True, chunk_size=16)
+    record(path, backend_for("numpy", settings), "standard", [Case("GDN", T=130)], settings)
+    under_test(Rigid())
+    found = compare(RunFile(path), dispatch.get("under test"), Settings())
+    assert found.equal
+    assert any("chunks of 16 tokens" in said and "common boundaries" in said for said in found.cases[0].remarks)
+    under_test(ByStages())  # which can, and is asked for those that were recorded
+    assert compare(RunFile(path), dispatch.get("under test"), Settings()).cases[0].remarks == []
+
+
+def test_a_side_without_stages_leaves_the_other_to_the_exact_ones(under_test, tmp_path):
+    class Silent(ByStages):
+        def probe(self, problem):
+            raise GdnError("this call has no probe build; it must be shorter.")
+
+    path = tmp_path / "stages.safetensors"
+    settings = Settings(stages=True)
+    for stage, parts in ((None, False), ("wy", True)):
+        faulty = ByStages(**({} if stage is None else PLANTED[stage][0]))
+        under_test(faulty)
+        record(path, faulty, "standard", [Case("GDN", T=130)], settings)
+        under_test(Silent())
+        found = compare(RunFile(path), dispatch.get("under test"), Settings())
+        (said,) = [said for said in found.cases[0].remarks if "exact stages" in said]
+        assert said == (
+            "under test (recorded) is held against the exact stages; under test (here) has none of this case: "
+            "this call has no probe build; it must be shorter"
+        )
+        assert found.equal is not parts
+        if parts:
+            assert found.cases[0].parting.stage == stage
+            assert found.cases[0].apart == ("under test (recorded)", "the specification")
+
+
+def test_sides_with_other_values_are_each_held_against_their_own_stages(under_test, tmp_path):
+    path = tmp_path / "stages.safetensors"
+    settings = Settings(stages=True)
+    under_test(ByStages())
+    record(path, ByStages(), "standard", [Case("GDN", T=130)], settings)
+    found = compare(RunFile(path), dispatch.get("under test"), Settings(dtype="bfloat16"))
+    assert found.equal
+    assert any("given different values" in said for said in found.cases[0].remarks)
+    assert len(found.cases[0].errors) == 2
+
+
 def test_what_lies_outside_the_stages_is_said(under_test):
     class Outside(ByStages):
         def gradients(self, problem, cotangents):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from portable_gdn.harness import recordings, tensor_file
-from portable_gdn.harness.capture import MODELS
+from portable_gdn.harness.capture import MODELS, _key_heads, capture
 from portable_gdn.harness.tensor_file import TensorFile, TensorWriter
 from portable_gdn.spec.errors import GdnError
 
@@ -27,6 +28,32 @@ def test_capturing_again_gives_the_committed_recordings(tmp_path):
         assert old.metadata["text_sha256"] == new.metadata["text_sha256"]
         for name, a in old.arrays.items():  # other versions and machines sum in another order
             assert np.abs(new.arrays[name] - a).max() <= 1e-4 * np.abs(a).max(), (path.name, name)
+
+
+def test_what_cannot_be_captured_is_said(tmp_path, monkeypatch):
+    with pytest.raises(GdnError, match="model is 'gpt2'; it must be one of qwen3_next"):
+        capture("gpt2", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "fla", ModuleType("fla"))
+        with pytest.raises(GdnError, match=r"fla is already imported, .* must run in a fresh process"):
+            capture("qwen3_next", tmp_path)
+    monkeypatch.setitem(sys.modules, "fla", None)  # another test may have loaded it
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(GdnError, match="needs torch and transformers; torch is missing"):
+        capture("qwen3_next", tmp_path)
+    assert sys.modules["fla"] is None  # as before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_heads_that_were_repeated_are_told_from_others():
+    x = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+    kept, repeated = _key_heads(np.repeat(x, 2, axis=2), 3)
+    assert repeated
+    np.testing.assert_array_equal(kept, x)
+    assert _key_heads(x, 3) == (x, False)
+    for tiled in (np.tile(x, (1, 1, 2, 1)), np.repeat(x, 2, axis=2)[:, :, :5]):
+        with pytest.raises(GdnError, match="heads that do not repeat 3 key heads each in turn"):
+            _key_heads(tiled, 3)
 
 
 def test_every_model_has_a_recording():

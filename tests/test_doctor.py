@@ -77,6 +77,16 @@ def test_what_is_sound_is_left_alone(tmp_path):
     assert "1 call examined: nothing will hurt" in found.stdout
 
 
+@pytest.mark.parametrize("variant", ["DeltaNet", "GLA", "GDN-2"])
+def test_gates_that_a_variant_has_not_are_not_missed(tmp_path, variant):
+    x = make(variant, T=80)
+    x["q"] = x["q"] / np.linalg.norm(x["q"], axis=-1, keepdims=True)
+    assert diagnose(written(tmp_path / "sound.safetensors", x)) == (["sound"], [])
+    x["k"] = np.full_like(x["k"], np.nan)
+    (finding,) = diagnose(written(tmp_path / "sick.safetensors", x))[1]
+    assert finding.what.startswith(f"k holds {x['k'].size} values that are not finite")
+
+
 @pytest.mark.parametrize("name", SICK)
 def test_what_hurts_is_told(tmp_path, name):
     x, severity, words = SICK[name]

@@ -200,6 +200,35 @@ def test_the_time_limit_ends_it():
     assert fuzz.fuzz("numpy", cases=10**6, seconds=0.5, batch=5).tried < 10**4
 
 
+def test_what_was_found_before_an_interruption_is_kept(monkeypatch):
+    seen = []
+
+    def tiny(backend, case):
+        seen.append(case)
+        if len(seen) > 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(PROPERTIES, "tiny", tiny)
+    found = fuzz.fuzz("numpy", cases=15, properties=["tiny"])
+    assert found.interrupted
+    assert found.held == {"tiny": 2}
+
+
+def test_hypothesis_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    with pytest.raises(GdnError, match=r"pip install 'portable-gdn\[check\]'"):
+        check("numpy", examples=1)
+
+
+def test_what_cannot_run_here_is_not_checked(under_test):
+    class Away(Changed):
+        def unavailable(self):
+            return "it needs a device of cheese."
+
+    with pytest.raises(GdnError, match="'under test' cannot run here: it needs a device of cheese"):
+        check(Away())
+
+
 def test_what_is_refused_is_no_violation(under_test):
     class Refuses(Changed):
         def refuses(self, signature):
@@ -208,6 +237,16 @@ def test_what_is_refused_is_no_violation(under_test):
     with pytest.raises(GdnError, match="computes none of the calls"):
         check(Refuses(), examples=2, properties=["tiny"])
     assert not hold("under test", "tiny", Case("x"))
+
+    class RefusesContents(Changed):
+        def run(self, problem):
+            raise GdnError("v is too much; it must be less.")
+
+        def gradients(self, problem, cotangents):
+            raise GdnError("v is too much; it must be less.")
+
+    under_test(RefusesContents())
+    assert not [name for name in PROPERTIES if hold("under test", name, Case("x", dtype="bfloat16", layout="packed"))]
 
 
 def test_bad_arguments(tmp_path):

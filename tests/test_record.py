@@ -469,7 +469,12 @@ def test_a_comparison_of_nothing_is_no_pass(tmp_path):
     assert "the recording holds no cases" in refused("compare", path, "-b", "numpy")
 
 
-def test_bad_arguments(tmp_path, recording):
+def test_bad_arguments(tmp_path, recording, under_test):
+    class Away(Sound):
+        def unavailable(self):
+            return "it needs a device of cheese."
+
+    under_test(Away())
     out = tmp_path / "out.safetensors"
     for words, arguments in {
         "--suite is 'huge'; it must be one of quick, standard, full": (
@@ -481,6 +486,7 @@ def test_bad_arguments(tmp_path, recording):
             "-o",
             out,
         ),
+        "backend 'under test' cannot run here: it needs a device of cheese.": ("record", "-b", "under test", "-o", out),
         "backend is 'nonesuch'": ("record", "-b", "nonesuch", "-o", out),
         "--case is 'nonesuch'": ("record", "-b", "numpy", "--case", "nonesuch", "-o", out),
         "--output is in": ("record", "-b", "numpy", "-o", tmp_path / "nowhere" / "x"),
@@ -594,6 +600,10 @@ def test_structure_in_an_error_is_found(truth):
     assert any("grows along the sequence" in said for said in growing.findings)
     assert "leans to one side" in stats(truth, lambda exact, noise: exact + np.abs(noise)).findings[0]
     assert "follows the result" in stats(truth, lambda exact, noise: exact * 1.01).findings[0]
+    exact = truth.exact.o.astype(np.float32)
+    none = statistics("o", exact, exact.astype(np.float64), truth.problem.signature, 64)
+    assert none.findings == []
+    assert none.ulps["0"] == 1
 
 
 def test_ulps_are_counted_in_the_results_own_dtype(truth):

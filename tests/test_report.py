@@ -76,6 +76,7 @@ def test_charts_survive_what_is_not_finite():
     assert "token 1, head 1: 1.0e-03" in charts.error_map(table, 2, (1e-6, 1e-3), 0)
     assert charts.bars([[0.0, np.inf], [0.0, 0.0]], ("a", "b"), "head").count("<rect") == 4
     assert "beyond" in charts.stage_chart({"a": {"output": (np.nan, 1e-3)}}, ("output",))
+    assert "nan" not in charts.stage_chart({"a": {"output": (0.0, 0.0)}}, ("output",))  # no error, none allowed
 
 
 BROWSER = next(

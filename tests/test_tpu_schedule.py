@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from portable_gdn.harness.tpu_report import Shape, call
 from portable_gdn.spec.errors import GdnError
 from portable_gdn.tpu.chips import CHIPS, chip_named
 from portable_gdn.tpu.scheduling import cache, hlo
@@ -663,3 +664,52 @@ def test_the_command_line(tmp_path):
         done = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
         assert done.returncode == 2, (more, done.stderr)
         assert words in done.stderr, done.stderr
+
+
+# What the command compiles, by shapes alone
+
+
+SMALL = Shape(seqlen=128, heads=1, value_heads=2, key_dim=64, value_dim=32)
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "fused", "sequences"),
+    [("forward", "grouped", False, 3), ("backward", "gdn2", False, 3), ("forward", "gdn", True, 3)],
+)
+def test_a_call_is_built_from_its_dimensions(op, variant, fused, sequences):
+    jax = pytest.importorskip("jax")
+    function, arguments = call(op, variant, SMALL._replace(sequences=sequences), fused=fused)
+    found = [tuple(a.shape) for a in jax.tree.leaves(jax.eval_shape(function, *arguments))]
+    if op == "backward":  # o, and a gradient each of what has one
+        bounds = (sequences + 1,)
+        shapes = [tuple(a.shape) for a in jax.tree.leaves(arguments[0]) if tuple(a.shape) != bounds]
+        assert sorted(found) == sorted([(1, 128, 2, 32), *shapes])
+    else:  # o, the states, those of the convolution
+        assert found == [(1, 128, 2, 32), (3, 2, 64, 32), (3, 3, 192)][: 3 if fused else 2]
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "fused", "change", "words"),
+    [
+        ("sideways", "gdn", False, {}, "--op is 'sideways'; it must be one of forward, backward, step"),
+        ("forward", "mamba", False, {}, "--variant is 'mamba'"),
+        ("forward", "gdn", False, {"dtype": "int8"}, "--dtype is 'int8'"),
+        ("forward", "gdn", False, {"key_dim": 0}, "--key-dim is 0; it must be at least 1"),
+        ("forward", "gdn", False, {"sequences": -1}, "--sequences is -1; it must be at least 0"),
+        ("forward", "gdn", False, {"sequences": 2, "batch": 2}, "sequences are packed in one row"),
+        ("forward", "grouped", False, {"groups": 3}, "--groups is 3; it must divide --key-dim, which is 64"),
+        ("backward", "gdn", True, {}, "--fused is for --op forward"),
+        ("forward", "delta", True, {}, "--fused is for --op forward and variants with a decay"),
+    ],
+)
+def test_what_there_is_no_call_of_is_refused(op, variant, fused, change, words):
+    pytest.importorskip("jax")
+    with pytest.raises(GdnError, match=re.escape(words)):
+        call(op, variant, SMALL._replace(**change), fused=fused)
+
+
+def test_a_step_has_no_kernel_to_report_on():
+    jax = pytest.importorskip("jax")
+    function, arguments = call("step", "gdn", SMALL)
+    with pytest.raises(GdnError, match="'xla' runs a step"):
+        jax.eval_shape(function, *arguments)

@@ -58,6 +58,14 @@ def _run(backend: Backend, inputs: Inputs) -> Arrays:
     return {name: np.asarray(backend.to_numpy(a)) for name, a in found.items() if a is not None}
 
 
+def _with_gradients(backend: Backend, inputs: Inputs) -> Arrays:
+    """The same, and gradients as grad_*."""
+    try:
+        return computed(backend, _problem(backend, inputs), inputs)
+    except GdnError as error:
+        raise Refused(str(error)) from None
+
+
 def _need(holds: bool, sentence: str) -> None:
     if not holds:
         raise Violation(sentence)
@@ -124,11 +132,7 @@ def _close(backend: Backend, inputs: Inputs, found: Arrays, what: str, times: fl
 def oracle(backend: Backend, case: Case) -> None:
     """Outputs, states and gradients lie within the budget of the declared roundings."""
     inputs = build(case)
-    try:
-        found = computed(backend, _problem(backend, inputs), inputs)
-    except GdnError as error:
-        raise Refused(str(error)) from None
-    _close(backend, inputs, found, "against the oracle")
+    _close(backend, inputs, _with_gradients(backend, inputs), "against the oracle")
 
 
 def causality(backend: Backend, case: Case) -> None:
@@ -306,7 +310,7 @@ def finite_differences(backend: Backend, case: Case) -> None:
         return
     gradients = {
         n.removeprefix("grad_"): np.asarray(a, np.float64)
-        for n, a in computed(backend, _problem(backend, inputs), inputs).items()
+        for n, a in _with_gradients(backend, inputs).items()
         if n.startswith("grad_")
     }
     truth = Truth(inputs)

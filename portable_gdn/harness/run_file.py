@@ -232,11 +232,7 @@ class RunFile:
     @property
     def stage_chunk(self) -> int | None:
         """The chunk size of most of the recorded stages; None if there are none."""
-        sizes = [
-            self._roundings[name].chunk_size
-            for name, (_, entry) in self._entries.items()
-            if any(tensor.startswith("stage/") for tensor in entry["tensors"])
-        ]
+        sizes = [shape[-2] for name, shape in self._file.shapes.items() if name.endswith("/stage/output/0")]
         return max(set(sizes), key=sizes.count) if sizes else None
 
     def recorded_inputs(self, case: Case) -> Inputs:
