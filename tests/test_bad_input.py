@@ -254,6 +254,21 @@ MIXER = {
         {"qkv": (zeros(2, 40, 32), zeros(2, 40, 16), zeros(2, 40, 96))},
         ["k is of shape [2, 40, 16]", "[2, 40, 32]"],
     ),
+    "q None": ({"qkv": (None, zeros(2, 40, 32), zeros(2, 40, 96))}, ["q is a builtins.NoneType", "numpy array"]),
+    "T of v": (
+        {"qkv": (zeros(2, 40, 32), zeros(2, 40, 32), zeros(2, 39, 96))},
+        ["v is of shape [2, 39, 96]", "[2, 40, HV * V]"],
+    ),
+    "channels of q": (
+        {"qkv": (zeros(2, 40, 33), zeros(2, 40, 33), zeros(2, 40, 96))},
+        ["q has 33 and v 96 channels", "multiples of num_heads = 2 and HV = 4"],
+    ),
+    "key_dim of three": (
+        {"qkv": (zeros(2, 40, 32), zeros(2, 40, 32), zeros(2, 40, 96)), "key_dim": 8},
+        ["key_dim is 8", "None or 16"],
+    ),
+    "rank of g": ({"g": zeros(2, 40)}, ["g is of shape [2, 40]", "at least 3 dimensions, [B, T, HV]"]),
+    "l2norm a number": ({"qk_l2norm": 1}, ["qk_l2norm is 1", "True or False"]),
     "no gates": ({"g": None, "beta": None}, ["g, beta, erase and write are all None", "needs one"]),
     "num_heads": ({"num_heads": 0}, ["num_heads is 0", "positive integer"]),
     "num_heads a word": ({"num_heads": "2"}, ["num_heads is '2'", "positive integer"]),

@@ -127,9 +127,6 @@ def _check_options(options: Options) -> None:
 
 
 def _rule_dims(meta: Mapping[str, Meta], step: bool) -> tuple[tuple[int, int, int, int, int, int], str]:
-    for name in ("q", "k", "v"):
-        if name not in meta:
-            raise bad(name, "None", "be an array")
     form = "[B, H, K]" if step else "[B, T, H, K]"
     q = _rank(meta, "q", form)
     _expect(meta, "k", tuple(q), form + " like q")
@@ -186,9 +183,6 @@ def _mixer_dims(
             )
         V = rest // HV
     else:
-        for name in ("q", "k", "v"):
-            if name not in meta:
-                raise bad(name, "None", "be an array [B, T, channels]")
         B, T, width = _rank(meta, "q", "[B, T, H * K]")
         _expect(meta, "k", (B, T, width), "[B, T, H * K] like q")
         v = _rank(meta, "v", "[B, T, HV * V]")
