@@ -60,7 +60,7 @@ def compute_with_states(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
 ) -> tuple[Outputs, Array]:
     """The same, and the states behind every so many tokens [B, T // every, ...]; rows are sequences."""
-    line = pipeline(s, core(), every=True) if stages is own_stages and every % CHUNK == 0 else None
+    line = pipeline(s, core(), ("S",)) if stages is own_stages and every % CHUNK == 0 else None
     if line is None:
         run = lambda problem: Result(*_call(problem.signature, interpret, stages, other, choose, problem.operands))  # noqa: E731
         result, states = run_by_pieces(run, Problem(s, operands), every)
@@ -73,7 +73,7 @@ def _with_states_every(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
 ) -> tuple[Outputs, Array]:
     def kernel(operands: dict[str, Array]) -> tuple[Outputs, Array]:
-        line = pipeline(s, core(), every=True)
+        line = pipeline(s, core(), ("S",))
         assert line is not None
         (o, state, conv_state), kept = by_pipeline(replace(s, output_final_state=True), line, interpret, operands)
         before = swap_state(jnp, s, jnp.reshape(kept["S"], (s.B, line.blocks, *kept["S"].shape[1:])))
@@ -155,8 +155,13 @@ def _plans(s: Signature, stages: Any) -> tuple[Any, Any] | None:
     if pair is not None:
         return pair
     p = backward_plan(s, core())
-    line = pipeline(s, core(), every=True) if own and p is not None and p.C == CHUNK else None
-    return None if p is None else (line or p._replace(widths=widths(s)), p)
+    if p is None:
+        return None
+    line = None
+    if own and p.C == CHUNK:
+        solved = ("S", "M", "u", "Aqk") if p.widths.erase else ("S", "Aqk")
+        line = pipeline(s, core(), solved if widths(s).decay == s.K else ("S",))
+    return line or p._replace(widths=widths(s)), p
 
 
 # Both halves of the gradient have gradients too: second derivatives are those of the other backend.
@@ -297,7 +302,7 @@ def _by_backward_kernel(
         d = reverse(p, *keys, x.g[..., 0], x.b[..., 0], *held, dO, dS, dtypes=dtypes, interpret=interpret)
     else:
         rule = _rule_operands(s, p, x)
-        d = backward(p, *rule, kept["S"], dO, dS, bounds, dtypes=dtypes, interpret=interpret, stages=stages)
+        d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=interpret, stages=stages)
     q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
     g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None

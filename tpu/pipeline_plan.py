@@ -77,8 +77,8 @@ class Pipeline(NamedTuple):
     B rows, T tokens, K and V channels; N states of packed sequences, or 0 where rows are sequences; P key heads and R
     value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
     precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
-    256 x 256; starts: whether packed sequences begin from states that are given; every: whether the states before each
-    chunk are returned; solved: and each chunk's inverse M and u; inside: what is done before the rule; widths of gates.
+    256 x 256; starts: whether packed sequences begin from states that are given; keeps: what is returned of each chunk,
+    of "S", the state before it, "M", its inverse, "u" and "Aqk"; inside: what is done before the rule; widths of gates.
     """
 
     B: int
@@ -97,8 +97,7 @@ class Pipeline(NamedTuple):
     v_bytes: int
     wide_mxu: bool
     starts: bool
-    every: bool
-    solved: bool
+    keeps: tuple[str, ...]
     inside: Inside
     widths: Widths
 
@@ -178,6 +177,11 @@ class Pipeline(NamedTuple):
         return -(-(self.blocks + max(self.N - 1, 0)) // self.U)
 
     @property
+    def whole_steps(self) -> bool:
+        """Whether what is kept is of the chunks of whole grid steps, row by row, and not of the table's entries."""
+        return "M" in self.keeps and not self.by_channel
+
+    @property
     def entries(self) -> int:
         """Grid steps of a part that read new tokens; one more drains the pipeline."""
         return self.B * self.groups // self.parts * self.steps
@@ -202,8 +206,8 @@ class Pipeline(NamedTuple):
         tokens = self.U * square
         blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
         blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
-        blocks += state * self.U if self.every else 0
-        blocks += self.U * self.heads * square * 4 * self.summands if self.solved else 0
+        blocks += state * self.U if "S" in self.keeps else 0
+        blocks += self.U * self.heads * square * 2 * self.summands * len(set(self.keeps) - {"S"})
         slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
         slot += 4 * self.heads * CHUNK * V if self.keeps_values else 0
         if self.by_channel:
@@ -275,16 +279,16 @@ def why_not(s: Signature) -> str | None:
     return None
 
 
-def pipeline(s: Signature, core: Core, every: bool = False, solved: bool = False) -> Pipeline | None:
+def pipeline(s: Signature, core: Core, keeps: tuple[str, ...] = ()) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
 
     As many heads share a grid step as ``tiling`` found best, or as VMEM holds, or fewer, if cores would be idle.
-    ``every``: with the state before each chunk; ``solved``: and its inverse and u.
+    ``keeps``: as of ``Pipeline``.
     """
     if why_not(s) is not None or core.vmem < LEAST_VMEM:
         return None
     most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, core).heads
-    plans = [_pipeline(s, core, P, every, solved) for P in _divisors(s) if most >= P * (s.HV // s.H) and _whole(s, P)]
+    plans = [_pipeline(s, core, P, keeps) for P in _divisors(s) if most >= P * (s.HV // s.H) and _whole(s, P)]
     fit = [p for p in plans if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT]
     return min(fit, key=lambda p: p.P * ceil(s.B * s.H / p.P / core.cores), default=None)  # the first of equals
 
@@ -321,7 +325,7 @@ def _whole(s: Signature, P: int) -> bool:
     return P * s.K % LANES == 0 and P * (s.HV // s.H) * s.V % LANES == 0
 
 
-def _pipeline(s: Signature, core: Core, P: int, every: bool, solved: bool) -> Pipeline:
+def _pipeline(s: Signature, core: Core, P: int, keeps: tuple[str, ...]) -> Pipeline:
     groups = s.H // P
     return Pipeline(
         B=s.B,
@@ -340,8 +344,7 @@ def _pipeline(s: Signature, core: Core, P: int, every: bool, solved: bool) -> Pi
         v_bytes=2 if s.dtype == "bfloat16" and not (prepared_outside(s) and s.conv is not None) else 4,
         wide_mxu=core.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
-        every=every,
-        solved=solved,
+        keeps=keeps,
         inside=_inside(s),
         widths=widths(s),
     )

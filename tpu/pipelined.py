@@ -23,7 +23,8 @@ Outputs = tuple[Array, Array | None, Array | None]
 
 
 def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
-    """Outputs, and what the plan keeps of each chunk; without inverses, states [chunks, HV, K, V] as tables have them.
+    """Outputs, and what the plan keeps of each chunk; chunks of all rows [chunks, HV, ..], as tables have
+    them, unless these are of whole grid steps.
 
     Everything is in the kernel, and outside are reshapes; with a mask or segments the specification's prologue comes
     first.
@@ -70,8 +71,8 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
         p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )
     o, state = marked(o, state, reached)
-    if p.every and not p.solved:
-        kept["S"] = jnp.reshape(kept["S"], (-1, *kept["S"].shape[2:]))
+    if not p.whole_steps:
+        kept = {name: jnp.reshape(a, (-1, *a.shape[2:])) for name, a in kept.items()}
     return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), kept
 
 

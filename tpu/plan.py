@@ -161,7 +161,8 @@ class _Backward(Plan):
         state = heads * self.K * values * 4
         factors = 0 if self.widths == ONE_GATE else 2 * C.bit_length() + 6
         spilled = heads * C * (14 * lanes(C) + (6 + factors) * keys + 8 * values) * 4
-        return 2 * (tokens + gates + 3 * state) + 4 * state + spilled
+        kept = 0 if self.widths == ONE_GATE else 3 * heads * C * lanes(C) * 4
+        return 2 * (tokens + gates + 3 * state + kept) + 4 * state + spilled
 
 
 def plan(s: Signature, core: Core, kind: type[Plan] = Plan, gates: Widths | None = None) -> Plan:

@@ -66,7 +66,7 @@ def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
     """The plans of a call's forward pass, which keeps what the backward pass needs, and of that; None if one cannot."""
     if widths(s) != ONE_GATE or s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest":
         return None
-    line = pipeline(s, core, every=True, solved=True)
+    line = pipeline(s, core, ("S", "M", "u"))
     R = s.HV // s.H
     P = max((P for P in range(1, s.H + 1) if s.H % P == 0 and P * R <= HEADS), default=None)
     if line is None or P is None:

@@ -23,7 +23,7 @@ from ...spec.stages import RESET
 from .. import table as tb
 from ..plan import ONE_GATE, Plan
 from . import stages as kernel_stages
-from .channel_gradients import HeadOperands, by_head, gradients, scores
+from .channel_gradients import HeadOperands, Solved, by_head, decay_factors, gradients, scores
 from .dot import KernelProduct
 from .gradients import chunk_gradients
 from .rows import Rows, gate_block, gates_by_token
@@ -48,7 +48,7 @@ class _Refs(NamedTuple):
     k: Any
     v: Any
     gates: tuple[Any, ...]
-    S: Any
+    kept: dict[str, Any]
     dO: Any
     dS_after: Any
     dq: Any
@@ -59,9 +59,18 @@ class _Refs(NamedTuple):
     dS: Any
 
 
-def _kernel(p: Plan, stages: Any, batched: bool, table: Any, *refs: Any) -> None:
+def _kernel(p: Plan, stages: Any, batched: bool, kept: tuple[str, ...], table: Any, *refs: Any) -> None:
     n = len(p.widths.given)
-    x = _Refs(*refs[:3], refs[3 : 3 + n], *refs[3 + n : 9 + n], refs[9 + n : 9 + 2 * n], *refs[9 + 2 * n :])
+    operands, results = refs[: 5 + n + len(kept)], refs[5 + n + len(kept) :]
+    x = _Refs(
+        *operands[:3],
+        operands[3 : 3 + n],
+        dict(zip(kept, operands[3 + n : -2], strict=True)),
+        *operands[-2:],
+        *results[:3],
+        results[3 : 3 + n],
+        *results[3 + n :],
+    )
     chunk = p.chunks - 1 - pl.program_id(1)
     entry = chunk * tb.WORDS
     begin, end, flags = table[entry + tb.BEGIN], table[entry + tb.END], table[entry + tb.FLAGS]
@@ -105,7 +114,7 @@ def _chunk(p: Plan, stages: Any, x: _Refs, rows: Rows) -> None:
         G,
         count,
         rows.by_head(g, 1) < RESET,
-        state(x.S[0]),
+        state(x.kept["S"][0]),
         p.scale,
         rows.heads(x.dO, p.heads, p.V, p.R),
         state(x.dS[...]),
@@ -127,13 +136,16 @@ def _channel_chunk(p: Plan, stages: Any, batched: bool, x: _Refs, rows: Rows) ->
         gate = {name: rows.head(ref, i, n) for name, (ref, n) in given.items()}
         v, dO = (rows.head(ref, i, p.V) for ref in (x.v, x.dO))
         gates = gate["g"], gate.get("b"), gate.get("w")
-        operands.append(HeadOperands(*key_heads[i // p.R], v, *gates, x.S[0, i], dO, x.dS[i]))
-    found = by_head(lambda a: scores(p, mm, a), [(a,) for a in operands], batched)
-    M: Any = [None] * p.heads
-    if p.widths.erase:
-        M = stages.inverse(mm, jnp.stack([a.A for a in found]))
-    solved = list(zip(operands, found, M, strict=True))
-    d = by_head(lambda a, n, m: gradients(p, mm, a, n, m), solved, batched)
+        operands.append(HeadOperands(*key_heads[i // p.R], v, *gates, x.kept["S"][0, i], dO, x.dS[i]))
+    factors = [decay_factors(p, a.g) for a in operands]
+    if "Aqk" in x.kept:
+        held = lambda name, i: tuple(x.kept[name][0, i]) if name in x.kept else None  # noqa: E731
+        solved = [Solved(held("M", i), held("u", i), held("Aqk", i)) for i in range(p.heads)]
+    else:
+        pairs = by_head(partial(scores, p, mm), list(zip(operands, factors, strict=True)), batched)
+        M = stages.inverse(mm, jnp.stack([A for A, _ in pairs])) if p.widths.erase else [None] * p.heads
+        solved = [Solved(m, None, Aqk) for m, (_, Aqk) in zip(M, pairs, strict=True)]
+    d = by_head(partial(gradients, p, mm), list(zip(operands, factors, solved, strict=True)), batched)
     for h in range(p.P):
         mine = d[h * p.R : (h + 1) * p.R]
         rows.put_head(x.dq, h, sum((a.q for a in mine[1:]), mine[0].q))
@@ -156,7 +168,7 @@ def backward(
     k: Array,
     v: Array,
     gates: Sequence[Array],
-    S: Array,
+    kept: dict[str, Array],
     dO: Array,
     dS: Array,
     cu_seqlens: Array | None,
@@ -170,8 +182,9 @@ def backward(
     Args:
         p: the plan of the backward kernel.
         q, k, v, gates, cu_seqlens: as ``forward.forward`` takes them.
-        S: states at the starts of the table's chunks, [chunks, HV, K, V] float32: ``forward``'s probe "S", chunks of
-            p.C tokens.
+        kept: what the forward pass kept of the table's chunks, of p.C tokens. S: the states at their starts [chunks,
+            HV, K, V] float32, ``forward``'s probe "S". And where the pipeline kept them, M, u and Aqk [chunks, HV,
+            summands, C, C] bfloat16; else they are computed again.
         dO: cotangent of the output [B, T, HV, V]; dS: of the final states [N, HV, K, V] float32.
         dtypes: of the gradients of q and k, and of v.
     """
@@ -198,15 +211,19 @@ def backward(
     blocks = [gate_block(p, a, n, tokens, column) for a, n in zip(gates, p.widths.given, strict=True)]
     given, gate = [a for a, _ in blocks], [spec for _, spec in blocks]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
-    kept = pl.BlockSpec((1, p.heads, p.K, p.V), lambda h, c, t: (p.chunks - 1 - c, h, 0, 0))
+
+    def of_chunk(a: Array) -> pl.BlockSpec:
+        rest = a.shape[2:]
+        return pl.BlockSpec((1, p.heads, *rest), lambda h, c, t: (p.chunks - 1 - c, h, *(0,) * len(rest)))
+
     rows = lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)  # noqa: E731
     dq, dk, dv, *dgates, dS0 = pl.pallas_call(
-        partial(_kernel, p, stages, interpret is not False),
+        partial(_kernel, p, stages, interpret is not False, tuple(kept)),
         name="gated_delta_rule_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(p.groups, p.chunks),
-            in_specs=[keys, keys, values, *gate, kept, values, states],
+            in_specs=[keys, keys, values, *gate, *map(of_chunk, kept.values()), values, states],
             out_specs=[keys, keys, values, *gate, states],
             scratch_shapes=[pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)],
         ),
@@ -220,7 +237,7 @@ def backward(
             vmem_limit_bytes=None if p.vmem < 8 << 20 else p.vmem + (8 << 20),
         ),
         interpret=interpret,
-    )(table, flat(q), flat(k), flat(v), *given, S, flat(dO), dS)
+    )(table, flat(q), flat(k), flat(v), *given, *kept.values(), flat(dO), dS)
     heads = lambda a, width: jnp.reshape(a, (p.B, p.T, -1, width))  # noqa: E731
     found = [gates_by_token(p, a, n) for a, n in zip(dgates, p.widths.given, strict=True)]
     return RuleGradients(heads(dq, p.K), heads(dk, p.K), heads(dv, p.V), tuple(found), dS0)

@@ -30,11 +30,13 @@ from ...spec.stages import RESET
 from ..plan import Plan
 from .decays import doubled, exchanged, joined, rows_of_tiles, split, tiles
 from .dot import KernelProduct
+from .halves import Parts, each
 from .stages import across_lanes, down_rows
 
-__all__ = ["HeadOperands", "HeadScores", "by_head", "gradients", "scores"]
+__all__ = ["HeadOperands", "Solved", "by_head", "decay_factors", "gradients", "scores"]
 
 Array = Any
+Factors = list[tuple[Array, Array]]
 
 _SUBLANES = 8  # rows of a float32 tile
 
@@ -64,13 +66,13 @@ class HeadOperands(NamedTuple):
         return None if self.b is None else self.b * self.k, self.k, self.v if self.w is None else self.w * self.v
 
 
-class HeadScores(NamedTuple):
-    """A (None where nothing erases) and Aqk [C, C], keys as written; factors P and Q of blocks of 1, 2, 4, ... C rows,
-    [C, K] each."""
+class Solved(NamedTuple):
+    """Of a chunk and value head, float32 or what enters products of it: M = (I + A)^-1 [C, C], None where nothing
+    erases; u [C, V], None where it is still to be computed; Aqk [C, C], keys as written, without scale."""
 
-    A: Array | None
-    Aqk: Array
-    factors: list[tuple[Array, Array]]
+    M: Any
+    u: Any
+    Aqk: Any
 
 
 def by_head(run: Callable[..., Iterator[Any]], heads: Sequence[tuple[Any, ...]], batched: bool) -> list[Any]:
@@ -125,6 +127,15 @@ def _beside_zeros(x: Array, size: int, right: bool) -> Array:
     return joined(zeros, x) if right else joined(x, zeros)
 
 
+def _masked(mask: Array, x: Array) -> Array:
+    return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+
+def _masked_half(apart: Array, size: int, right: bool, x: Array) -> Array:
+    """Rows of the right or left blocks of x [C, C], in the lanes of their pair; apart: row ^ column."""
+    return _masked(_half(apart, size, right) < 2 * size, _half(x, size, right))
+
+
 def _added(x: Array, half: Array, right: bool, size: int) -> Array:
     """x with rows of the right or left blocks added."""
     parts = list(split(x, size))
@@ -132,17 +143,26 @@ def _added(x: Array, half: Array, right: bool, size: int) -> Array:
     return joined(*parts)
 
 
-def scores(p: Plan, mm: KernelProduct, x: HeadOperands) -> Iterator[Any]:
-    """``HeadScores`` of a head."""
+def decay_factors(p: Plan, g: Array) -> Factors:
+    """P and Q of blocks of 1, 2, 4, ... C rows, [C, K] each."""
+    found, size = [(jnp.exp(g), jnp.ones_like(g))], 1
+    while size < g.shape[0]:
+        found.append(doubled(*found[-1], size, p.gathers))
+        size *= 2
+    return found
+
+
+def scores(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors) -> Iterator[Any]:
+    """A (None where nothing erases) and Aqk of a head [C, C], keys as written, without scale."""
     C = x.k.shape[0]
     row, column = _square(C)
     erased, key, _ = x.parts(p.widths.shared)
     rows = [x.q] if erased is None else [x.q, erased]
     out = [jnp.where(row == column, jnp.sum(x.q * key, -1, keepdims=True), 0.0), jnp.zeros((C, C), jnp.float32)]
     out = out[: len(rows)]
-    P, Q = jnp.exp(x.g), jnp.ones_like(x.g)
-    factors, size = [(P, Q)], 1
+    size = 1
     while size < C:
+        P, Q = factors[size.bit_length() - 1]
         if size < _SUBLANES:
             decayed, keys = [a * P for a in rows], key * Q
         else:
@@ -150,8 +170,6 @@ def scores(p: Plan, mm: KernelProduct, x: HeadOperands) -> Iterator[Any]:
             decayed = [_half(a, size, True) * decay for a in rows]
             keys = _beside_zeros(_half(key, size, False) * _half(Q, size, False), size, False)
         found = mm.right_transposed(jnp.concatenate(decayed, 0), keys, "k", "k")
-        P, Q = doubled(P, Q, size, p.gathers)
-        factors.append((P, Q))
         yield
         for i, corners in enumerate(_rows(found, len(rows))):
             if size < _SUBLANES:
@@ -163,8 +181,12 @@ def scores(p: Plan, mm: KernelProduct, x: HeadOperands) -> Iterator[Any]:
                 own = split(row ^ column, size)[1] < size
                 out[i] = joined(left, jnp.where(own, right, _blocks(corners, size)))
         size *= 2
-    Aqk = jnp.where(row >= column, out[0], 0.0) * p.scale
-    return HeadScores(None if erased is None else jnp.where(row > column, out[1], 0.0), Aqk, factors)
+    return None if erased is None else jnp.where(row > column, out[1], 0.0), jnp.where(row >= column, out[0], 0.0)
+
+
+def _beside(parts: list[Parts], axis: int) -> Parts:
+    """Operands side by side as one."""
+    return each(lambda *a: jnp.concatenate(a, axis), *parts)
 
 
 def _rows(x: Array, count: int) -> list[Array]:
@@ -173,38 +195,40 @@ def _rows(x: Array, count: int) -> list[Array]:
     return [x[n * height : (n + 1) * height] for n in range(count)]
 
 
-def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, found: HeadScores, M: Array | None) -> Iterator[Any]:
-    """``ChunkGradients`` of a head, b and w as they are given.
-
-    M = (I + A)^-1 [C, C], or None where nothing erases.
-    """
-    S, dO, dS, shared, scale = x.S, x.dO, x.dS, p.widths.shared, p.scale
-    erased, key, u = x.parts(shared)
+def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors, solved: Solved) -> Iterator[Any]:
+    """``ChunkGradients`` of a head, b and w as they are given."""
+    S, dS, shared, scale = x.S, x.dS, p.widths.shared, p.scale
+    erased, key, written = x.parts(shared)
     C = key.shape[0]
     row, column = _square(C)
-    begin, end = found.factors[-1]
+    begin, end = factors[-1]
     kept = jnp.exp(jnp.sum(x.g, 0, keepdims=True))
 
-    if erased is not None:
-        u = u - mm(erased * begin, S, "k", "S")
+    M, u, Aqk = solved
+    if erased is None:
+        u = written
+    elif u is None:
+        u = written - mm(erased * begin, S, "k", "S")
         yield
         u = mm(M, u, "T", "R")
-    du = mm.left_transposed(found.Aqk, dO, "Aqk", "dO") + mm(key * end, dS, "k", "dS")
+    # What enters several products is rounded once.
+    u, dO = mm.parts(u, "Vn"), mm.parts(x.dO, "dO")
+    before, after = mm.parts(S, "S"), mm.parts(dS, "dS")
+    du = scale * mm.left_transposed(Aqk, dO, "Aqk", "dO") + mm(key * end, after, "k", "dS")
     yield
     Y = du if erased is None else mm.left_transposed(M, du, "T", "dVn")
-    dkey_state = end * mm.right_transposed(u, dS, "Vn", "dS")
-    dq_state = (scale * begin) * mm.right_transposed(dO, S, "dO", "S")
+    dkey_state = end * mm.right_transposed(u, after, "Vn", "dS")
+    dq_state = (scale * begin) * mm.right_transposed(dO, before, "dO", "S")
     dA = [mm.right_transposed(dO, u, "dO", "Vn") * scale]
-    dAT = [mm.right_transposed(u, dO, "Vn", "dO") * scale]
     yield
     rows, drows = [x.q], [dq_state]
     into = mm.left_transposed(x.q * begin * scale, dO, "q", "dO")
     reads = x.q * dq_state
     if erased is not None:
-        derased_state = -begin * mm.right_transposed(Y, S, "X", "S")
-        dA.append(-mm.right_transposed(Y, u, "X", "Vn"))
-        dAT.append(-mm.right_transposed(u, Y, "Vn", "X"))
-        into = into - mm.left_transposed(erased * begin, Y, "k", "X")
+        X = mm.parts(Y, "X")
+        derased_state = -begin * mm.right_transposed(X, before, "X", "S")
+        dA.append(-mm.right_transposed(X, u, "X", "Vn"))
+        into = into - mm.left_transposed(erased * begin, X, "k", "X")
         rows.append(erased)
         drows.append(derased_state)
         reads = reads + erased * derased_state
@@ -212,6 +236,8 @@ def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, found: HeadScores, M:
     dS0 = down_rows(kept) * dS + into
     through = kept * across_lanes(jnp.sum(S * dS, -1, keepdims=True))
     same = jnp.sum(jnp.where(row == column, dA[0], 0.0), -1, keepdims=True)
+    dA = [mm.parts(a, "dA") for a in dA]
+    dAT = [each(jnp.transpose, a) for a in dA]
     drows[0] = drows[0] + same * key
     dkey = dkey_state + same * x.q
     # Cotangents of log P and log Q of a level's blocks, first of the whole chunk.
@@ -222,25 +248,22 @@ def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, found: HeadScores, M:
     size = C // 2
     while size:
         dP, pending = _halved(dP, dQ, pending, size, p.gathers)
-        P, Q = found.factors[size.bit_length() - 1]
+        P, Q = factors[size.bit_length() - 1]
         apart, small = row ^ column, size < _SUBLANES
         if small:
             keys, decayed = key * Q, [a * P for a in rows]
             corner = (apart >= size) & (apart < 2 * size)
-            lower, upper = corner & (row > column), corner & (row < column)
+            lower, upper = partial(_masked, corner & (row > column)), partial(_masked, corner & (row < column))
             placed, stacked = keys, decayed
-            lows = [jnp.where(lower, a, 0.0) for a in dA]
-            ups = [jnp.where(upper, a, 0.0) for a in dAT]
         else:
             P, Q = _half(P, size, True), _half(Q, size, False)
             keys, decayed = _half(key, size, False) * Q, [_half(a, size, True) * P for a in rows]
-            lower, upper = (_half(apart, size, right) < 2 * size for right in (True, False))
+            lower, upper = (partial(_masked_half, apart, size, right) for right in (True, False))
             placed = _beside_zeros(keys, size, False)
             stacked = [_beside_zeros(a, size, True) for a in decayed]
-            lows = [jnp.where(lower, _half(a, size, True), 0.0) for a in dA]
-            ups = [jnp.where(upper, _half(a, size, False), 0.0) for a in dAT]
-        to_rows = mm(jnp.concatenate(lows, 0), placed, "dA", "k")
-        to_keys = mm(jnp.concatenate(ups, 1), jnp.concatenate(stacked, 0), "dA", "k")
+        lows, ups = [each(lower, a) for a in dA], [each(upper, a) for a in dAT]
+        to_rows = mm(_beside(lows, 0), placed, "dA", "k")
+        to_keys = mm(_beside(ups, 1), jnp.concatenate(stacked, 0), "dA", "k")
         yield
         added = (lambda x, a, right: x + a) if small else partial(_added, size=size)
         for i, a in enumerate(_rows(to_rows, len(rows))):

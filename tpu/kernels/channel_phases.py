@@ -101,7 +101,7 @@ class Chunk(phases.Chunk):
                 both = self._keys(i // p.R)
             for found in self._scores(i, both, None if beta is None else beta[i : i + 1], totals):
                 if found is not None:
-                    later.append((2 * p.heads + i, partial(self._keep, i, *found)))
+                    later.append((2 * p.heads + i, partial(self._fill, i, *found)))
                 yield
                 rounds += 1
                 while later and later[0][0] <= rounds:
@@ -149,7 +149,7 @@ class Chunk(phases.Chunk):
             self._write_blocks(self.slots[self.u], i, out[1])
         yield halves(p, out[0]), kt, jnp.concatenate([(x * P).astype(BF16) for x in rows], 0), written
 
-    def _keep(self, i: int, Aqk: Parts, kt: Parts, reads: Array, written: Array | None) -> None:
+    def _fill(self, i: int, Aqk: Parts, kt: Parts, reads: Array, written: Array | None) -> None:
         slot = self.slots[self.u]
         write(slot.Aqk, i, Aqk)
         write(slot.kt, i, kt)
@@ -184,7 +184,7 @@ class Chunk(phases.Chunk):
         heads, S, from_state, total, u = range(p.heads), [], [], [], []
         for i in heads:
             S.append(self._state(i))
-            if p.every:
+            if "S" in p.keeps:
                 x.S_kept[0, self.u, i] = S[i]
             from_state.append(dot(slot.reads[i], S[i].astype(BF16)))
             total.append(spread(slot.total[...], p.heads, i))
@@ -195,6 +195,10 @@ class Chunk(phases.Chunk):
                 rest = rest - from_state[i][C:]
             rest = self._rows(self.advanced, rest)
             u.append(product(p, read(slot.M, i), halves(p, rest)) if p.widths.erase else rest)
+            if p.widths.erase:
+                self._keep("M", i, read(slot.M, i))
+                self._keep("u", i, u[i])
+            self._keep("Aqk", i, read(slot.Aqk, i))
             yield
         for i in heads:
             both = each(lambda a, b: jnp.concatenate([a, b], 0), read(slot.Aqk, i), read(slot.kt, i))

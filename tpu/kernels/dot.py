@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...spec.precision import DEFAULT, FAST, HIGHEST
-from .halves import exact_pieces, pieces
+from .halves import Parts, exact_pieces, pieces
 
 __all__ = ["KEPT", "KernelProduct", "exact_sums"]
 
 Array = Any
+Operand = Array | Parts
 
 #: What each operand keeps by the precision of the call; "bfloat16x3" is a sum of two bfloat16 halves, 16 bits.
 KEPT: Mapping[str, Mapping[str, str]] = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}
@@ -30,27 +31,29 @@ _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 class KernelProduct:
     """Products over the last two dimensions of float32 values, operands rounded by name; a ``spec.stages.Product``.
 
-    Leading dimensions broadcast: [.., M, K] times [.., K, N] is [.., M, N] float32.
+    Leading dimensions broadcast: [.., M, K] times [.., K, N] is [.., M, N] float32. What enters several products may be
+    given as its ``parts``, so that it is rounded once.
     """
 
     def __init__(self, precision: str) -> None:
         self.kept = KEPT[precision]
 
-    def __call__(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+    def __call__(self, a: Operand, b: Operand, name_a: str, name_b: str) -> Array:
         """a b."""
         return self._product("nn", a, b, name_a, name_b)
 
-    def right_transposed(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+    def right_transposed(self, a: Operand, b: Operand, name_a: str, name_b: str) -> Array:
         """a b^T, [.., M, K] with [.., N, K]."""
         return self._product("nt", a, b, name_a, name_b)
 
-    def left_transposed(self, a: Array, b: Array, name_a: str, name_b: str) -> Array:
+    def left_transposed(self, a: Operand, b: Operand, name_a: str, name_b: str) -> Array:
         """a^T b, [.., K, M] with [.., K, N]."""
         return self._product("tn", a, b, name_a, name_b)
 
-    def _product(self, form: str, a: Array, b: Array, name_a: str, name_b: str) -> Array:
-        lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        left, right = self._parts(_flat(a, lead), name_a), self._parts(_flat(b, lead), name_b)
+    def _product(self, form: str, a: Operand, b: Operand, name_a: str, name_b: str) -> Array:
+        left, right = self.parts(a, name_a), self.parts(b, name_b)
+        lead = jnp.broadcast_shapes(left[0].shape[:-2], right[0].shape[:-2])
+        left, right = (tuple(_flat(x, lead) for x in parts) for parts in (left, right))
         # The product of the two low halves is below what is kept; the small terms are added up first.
         pairs = [(x, y) for i, x in enumerate(left) for j, y in enumerate(right) if i + j < 2]
         out = (
@@ -58,12 +61,12 @@ class KernelProduct:
         )
         return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
-    def _parts(self, x: Array, name: str) -> list[Array]:
+    def parts(self, x: Operand, name: str) -> Parts:
         """What enters the passes: x itself, its rounding, or its two halves, the larger first."""
+        if isinstance(x, tuple):
+            return x
         kept = self.kept.get(name, "float32")
-        if kept == "float32":
-            return [x]
-        return list(pieces(x, 1 if kept == "bfloat16" else 2))
+        return (x,) if kept == "float32" else pieces(x, 1 if kept == "bfloat16" else 2)
 
 
 def exact_sums(ones: Array, x: Array) -> Array:

@@ -271,6 +271,8 @@ class Chunk:
     def _keys(self, h: int) -> Array:
         """q above k [2 C, lanes], rows of k that are no tokens of the chunk 0."""
         q, k = (self._operand(name, self.p.keys[h]).astype(kept(self.p)) for name in "qk")
+        if "Aqk" in self.p.keeps:
+            q = self._rows(self.scored[self.u], q)
         return jnp.concatenate([q, self._rows(self.scored[self.u], k)], 0)
 
     def _groups(self, h: int) -> list[slice]:
@@ -430,7 +432,7 @@ class Chunk:
         heads, S, from_state, before, u = range(p.heads), [], [], [], []
         for i in heads:
             S.append(self._state(i))
-            if p.every:
+            if "S" in p.keeps:
                 key, value = p.keys[i // p.R], p.values[i]
                 x.S_kept[0, self.u, i] = S[i][key.low : key.high, value.low : value.high]
             if i % p.R == p.R - 1:
@@ -454,9 +456,8 @@ class Chunk:
             v = slot.v[i, :, : value.lanes] if p.inside.width else self._head("v_late", value).astype(F32)
             rest = self._rows(self.advanced, v - held)
             u.append(product(p, read(slot.M, i), halves(p, rest)))
-            if p.solved:
-                for n, (inverse, part) in enumerate(zip(read(slot.M, i), halves(p, u[i]), strict=True)):
-                    x.M_kept[0, self.u, i, n], x.u_kept[0, self.u, i, n] = inverse, part
+            self._keep("M", i, read(slot.M, i))
+            self._keep("u", i, u[i])
             yield
         for i in heads:
             kt = read(slot.kt, i, slice(0, p.keys[i // p.R].lanes))
@@ -477,6 +478,12 @@ class Chunk:
             S_next = (jnp.concatenate(kept_rows, 0) if len(kept_rows) > 1 else kept_rows[0]) + u[i][C:]
             x.states[self.u + 1][i, : p.keys[i // p.R].lanes, : value.lanes] = S_next
             yield
+
+    def _keep(self, name: str, i: int, a: Array | Parts) -> None:
+        """What the plan keeps of a head beside its state, as it enters products."""
+        if name in self.p.keeps:
+            for n, part in enumerate(a if isinstance(a, tuple) else halves(self.p, a)):
+                getattr(self.x, f"{name}_kept")[0, self.u, i, n] = part
 
     def _give(self, tile: int, o: Array) -> None:
         """128 channels of the output; of packed sequences the chunk's rows alone, beside what others left there."""

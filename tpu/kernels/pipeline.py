@@ -289,9 +289,9 @@ def forward(
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
     Returns:
-        o [B, T, HV, V], the final states, and where the plan has them S, the states before each chunk, [B, chunks of a
-        row, HV, K, V] or [1, entries of the table, HV, K, V], and M and u of each chunk, [B, chunks, HV, summands, 128,
-        128] bfloat16; with these, chunks of whole grid steps.
+        o [B, T, HV, V], the final states, and what the plan keeps of each chunk: S, the state before it, [B, chunks of
+        a row, HV, K, V] or [1, entries of the table, HV, K, V]; and M, u, and Aqk without scale, [B, chunks, HV,
+        summands, 128, 128] bfloat16.
     """
     keys, values = p.P * p.K, p.heads * p.V
     tokens, units = (C, range(p.U)) if p.packed else (p.U * C, [None])
@@ -369,10 +369,9 @@ def forward(
         outputs["S_last"] = pl.BlockSpec((1, p.heads, p.K, p.V), index(lambda r, h, c, n: (r, h, 0, 0)))
         o_shape = (p.B, p.T, HV * p.V)
     shapes = [array(o_shape, dtype), state]
-    chunks, square = p.chunks if p.solved else p.blocks + max(p.N - 1, 0), (p.summands, C, C)
-    kept = {"S": ((p.K, p.V), F32)} if p.every else {}
-    kept |= {"M": (square, BF16), "u": (square, BF16)} if p.solved else {}
-    for name, (inner, of) in kept.items():
+    chunks = p.chunks if p.whole_steps else p.blocks + max(p.N - 1, 0)
+    for name in p.keeps:
+        inner, of = ((p.K, p.V), F32) if name == "S" else ((p.summands, C, C), BF16)
         rest = (0,) * len(inner)
         place = index(lambda r, h, c, n, rest=rest: (r, c, h, *rest))
         outputs[f"{name}_kept"] = pl.BlockSpec((1, p.U, p.heads, *inner), place)
@@ -392,7 +391,7 @@ def forward(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
     )(*prefetched.values(), *(array for array, _ in operands.values()))
-    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final, dict(zip(kept, found, strict=True))
+    return jnp.reshape(o[: p.T] if p.packed else o, (p.B, p.T, HV, p.V)), final, dict(zip(p.keeps, found, strict=True))
 
 
 def _scratch(p: Pipeline, widths: dict[str, int], dtype: Any) -> dict[str, Any]:
