@@ -323,7 +323,8 @@ def test_long_rows_keep_what_the_forward_pass_solved(variant, precision, bounds)
     found, want = on_host(PALLAS_INTERPRET.gradients(problem, arrays(d))[1]), oracle(x, d).gradients
     for name, value in found.items():
         error = np.linalg.norm(value.astype(np.float64) - want[name])
-        assert error <= 4e-3 * np.linalg.norm(want[name]), (name, error / np.linalg.norm(want[name]))
+        within = 6e-3 if precision == "fast" else 4e-3
+        assert error <= within * np.linalg.norm(want[name]), (name, error / np.linalg.norm(want[name]))
     assert not np.any(found["g"][:, 200])
 
 
