@@ -69,7 +69,7 @@ def _plain(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]
 def _pipelined(s: Signature, interpret: Any, operands: dict[str, Array]) -> Stages:
     """State and output, and delta where the pipeline keeps u: what the inverse solves, before it is scaled by b."""
     pair = reverse_plan(s, core())
-    p = pair[0] if pair is not None else pipeline(s, core(), every=True)
+    p = pair[0] if pair is not None else pipeline(s, core(), ("S",))
     assert isinstance(p, Pipeline)
     (o, state, _), kept = by_pipeline(replace(s, output_final_state=True), p, interpret, operands)
     before = jnp.reshape(kept["S"], (s.B, -1, s.HV, s.K, s.V))[:, : p.blocks]

@@ -269,7 +269,7 @@ class Chunk:
         return a
 
     def _keys(self, h: int) -> Array:
-        """q above k [2 C, lanes], rows of k that are no tokens of the chunk 0."""
+        """q above k [2 C, lanes]; rows of k, and of q where scores are kept, that are no tokens of the chunk 0."""
         q, k = (self._operand(name, self.p.keys[h]).astype(kept(self.p)) for name in "qk")
         if "Aqk" in self.p.keeps:
             q = self._rows(self.scored[self.u], q)
