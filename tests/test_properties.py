@@ -156,9 +156,10 @@ def test_backends_hold_everything(name):
     backend = dispatch.get(name)
     if backend.unavailable():
         pytest.skip(backend.unavailable())
-    found = fuzz.fuzz(name, cases=600, seconds=10, seed=1, batch=10)
+    cases = 30 if name in ("numpy", "torch") else 10  # others compile each shape
+    found = fuzz.fuzz(name, cases=cases, seconds=600, seed=1, batch=10)
     assert not found.failures, found.failures
-    assert found.held.total() > (5 if backend.slow else 50)
+    assert found.held.total() + found.refused.total() == cases
 
 
 def test_a_failure_shrinks_and_its_file_shows_it_again(tmp_path):
