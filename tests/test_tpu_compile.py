@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +124,18 @@ def test_compiles_for_one_chip():
     """Every kernel."""
     calls = [*CALLS[:2], {**PLAIN, "N": 5, "T": 500, "grad": True}]
     assert compile_in_a_child("v6e", calls) == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_layers_keep_less_where_more_is_computed_again():
+    code = """
+import tpu_memory as m
+print(*(m.kept("v6e", "gdn", "fast", again, 4, 8192, 16, 128) for again in m.WAYS))
+"""
+    where = Path(__file__).parents[1] / "benchmarks"
+    done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    nothing, all_but_the_rule, layer = map(int, done.stdout.split()[-3:])
+    # Three layers at least wait for the fourth: M, u and S of a chunk and head are 128 KiB.
+    assert all_but_the_rule - layer > 3 * 64 * 16 * 128 * 2**10
+    assert nothing > all_but_the_rule
