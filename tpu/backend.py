@@ -18,7 +18,7 @@ from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .pipeline_plan import describe
-from .plan import TABLE_LIMIT, Core, backward_plan, plan
+from .plan import TABLE_LIMIT, backward_plan, plan
 from .reverse_plan import describe_gradients
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
@@ -101,9 +101,7 @@ class Pallas:
                 f"these arrays are on {signature.device}, and it is for TPUs; "
                 "'pallas-interpret' runs the same kernel on a CPU"
             )
-        from .pipelined import core
-
-        return _refuses(signature, core())
+        return _refuses(signature)
 
     def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
@@ -159,11 +157,11 @@ class Pallas:
         """What the kernels round; gradients of other variants are xla's, which rounds nothing on a CPU."""
         from .pipelined import core
 
-        kept = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision]
+        kept, here = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision], core()
         names = (
-            _FORWARD if signature.device == "cpu" and backward_plan(signature, core()) is None else _FORWARD + _BACKWARD
+            _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
         )
-        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature, core()).C)
+        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature, here).C)
 
 
 class Alone(Pallas):
@@ -202,7 +200,7 @@ class Interpreted(Pallas):
 
     def refuses(self, signature: Signature) -> str | None:
         """Why it cannot compute this call, or None."""
-        return _refuses(signature, Core())
+        return _refuses(signature)
 
     def not_here(self) -> str | None:
         """Interpreters run wherever jax is."""
@@ -223,19 +221,22 @@ class Interpreted(Pallas):
         return pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 
 
-def _refuses(s: Signature, core: Core) -> str | None:
-    """Why the kernel cannot compute this call, or None."""
+def _refuses(s: Signature) -> str | None:
+    """Why the kernel cannot compute this call on the chip that it is for, or None."""
     if s.step:
         return "its kernel is for whole sequences; 'xla' runs a step"
     if s.dtype == "float16":
         return "TPU kernels cannot load float16; 'xla' takes it, or give bfloat16 or float32"
     if s.B * s.T == 0:
         return None
-    p = plan(s, core)
-    if p.vmem > core.vmem_limit:
+    from .pipelined import core
+
+    here = core()
+    p = plan(s, here)
+    if p.vmem > here.vmem_limit:
         return (
             f"a step of its kernel would need {p.vmem / 2**20:.0f} MiB of VMEM for {p.heads} value heads of "
-            f"{s.K} x {s.V} with chunks of {p.C} tokens, and may use {core.vmem_limit >> 20}"
+            f"{s.K} x {s.V} with chunks of {p.C} tokens, and may use {here.vmem_limit >> 20}"
         )
     if p.table_bytes > TABLE_LIMIT:
         return (
