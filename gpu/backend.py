@@ -14,7 +14,7 @@ from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
 from .families import chunk_size, family, one_token, operand_dtype
-from .launching import Served, others_installed, serving
+from .launching import Launch, others_installed, serving
 from .versions import missing, versions
 
 __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
@@ -168,7 +168,7 @@ class Fla:
                 words.append("but its inverses in TF32, which FLA's kernels demand")
         return "; ".join(words)
 
-    def serving(self) -> AbstractContextManager[list[Served]]:
+    def serving(self) -> AbstractContextManager[list[Launch]]:
         """Within the block, a list of what serves its calls fills up: launches with their configuration, or functions
         of other libraries."""
         return serving()
@@ -215,7 +215,7 @@ class FlaInterpret(Fla):
         interpreter.start()
         return super().probe(problem)
 
-    def serving(self) -> AbstractContextManager[list[Served]]:
+    def serving(self) -> AbstractContextManager[list[Launch]]:
         """Within the block, a list of what serves its calls fills up."""
         interpreter.start()
         return super().serving()

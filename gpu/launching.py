@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "OTHER_LIBRARIES",
-    "Served",
+    "Launch",
     "Settings",
     "launch_config",
     "launching",
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     ieee: bool = False
 
 
-class Served(NamedTuple):
+class Launch(NamedTuple):
     """One launch, or one call that another library took: library, kernel or function, tiles, warps and stages."""
 
     library: str
@@ -52,7 +52,7 @@ class Served(NamedTuple):
 
 
 _here = threading.local()
-_recorders: list[list[Served]] = []
+_recorders: list[list[Launch]] = []
 
 
 def _settings() -> Settings:
@@ -72,10 +72,10 @@ def launching(settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def serving() -> Iterator[list[Served]]:
+def serving() -> Iterator[list[Launch]]:
     """Record what serves the calls within the block, in every thread: a list that fills up, each entry once."""
     _install()
-    found: list[Served] = []
+    found: list[Launch] = []
     _recorders.append(found)
     try:
         yield found
@@ -83,7 +83,7 @@ def serving() -> Iterator[list[Served]]:
         _recorders[:] = [recorder for recorder in _recorders if recorder is not found]
 
 
-def _record(served: Served) -> None:
+def _record(served: Launch) -> None:
     for recorder in _recorders:
         if served not in recorder:
             recorder.append(served)
@@ -125,7 +125,7 @@ def _install() -> None:
     def get_implementation(self: Any, name: str) -> Any:
         found = implementation(self, name)
         if found is not None:
-            _record(Served(self.backend_type, name, {}))
+            _record(Launch(self.backend_type, name, {}))
         return found
 
     BackendRegistry._get_sorted_backends, BaseBackend.get_implementation = sorted_backends, get_implementation
@@ -160,7 +160,7 @@ def _install_launches(JITFunction: Any, InterpretedFunction: Any) -> None:
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if _recorders:
-            _record(Served("fla", self.fn.__name__, launch_config(self.arg_names, options)))
+            _record(Launch("fla", self.fn.__name__, launch_config(self.arg_names, options)))
         if not _settings().ieee:
             return compiled(self, *args, **options)
         with (
@@ -171,7 +171,7 @@ def _install_launches(JITFunction: Any, InterpretedFunction: Any) -> None:
 
     def interpret(self: Any, *args: Any, **options: Any) -> Any:
         if _recorders:
-            _record(Served("fla", self.fn.__name__, launch_config(self.arg_names, options)))
+            _record(Launch("fla", self.fn.__name__, launch_config(self.arg_names, options)))
         return interpreted(self, *args, **options)
 
     JITFunction.run, InterpretedFunction.run = run, interpret

@@ -115,12 +115,16 @@ class Dump:
                     times[called[1]] = None if count is None or before is None else before + count
         return times
 
+    def listing(self, operation: str) -> str:
+        """An operation's bundles as they were written; "" where it has no code, or shares that of nobody we know."""
+        return self._text(self._name(operation) or "", "packed-bundles-post-ra")
+
     def files(self, operation: str) -> Files | None:
         """What was written about an operation, or None: it has no code, or shares that of nobody we know."""
         name = self._name(operation)
         if name is None:
             return None
-        bundles = parse(self._text(name, "packed-bundles-post-ra"))
+        bundles = parse(self.listing(operation))
         units, capacity = _units(self._text(name, "pre-delay_hlo-static-per-bundle-utilization"), len(bundles))
         stages = {stage: _analysis(self._text(name, f"schedule-analysis_packed-bundles-{stage}")) for stage in STAGES}
         return Files(bundles, units, capacity, tuple(_blocks(self._text(name, "critical-path"))), stages)
