@@ -5,7 +5,8 @@
 
 The compiler writes each instruction's source line into its listing if it is asked to. Figures are instructions for each
 value head and 128 tokens, a whole (8, 128) register each; four vector instructions fit into a cycle. A line is the one
-in our code that the compiler remembers: of equal expressions it keeps one. ``portable-gdn tpu-report`` has the totals.
+that the compiler remembers: of equal expressions it keeps one. Forward calls only, since JAX drops the lines of what is
+differentiated. ``portable-gdn tpu-report`` has the totals.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from portable_gdn.harness.shapes import OPERATIONS, VARIANTS, Shape  # noqa: E402
+from portable_gdn.harness.shapes import VARIANTS, Shape  # noqa: E402
 from portable_gdn.harness.tpu_report import call  # noqa: E402
 
 LOCATIONS = "--xla_mosaic_enable_llo_source_annotations=true"
@@ -118,7 +119,6 @@ def main() -> int:
     """Compile a call and show its lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", default="v6e", choices=list(CHIPS))
-    parser.add_argument("--op", default="forward", choices=OPERATIONS)
     parser.add_argument("--variant", default="gdn", choices=list(VARIANTS))
     parser.add_argument("--precision", default="fast", choices=("fast", "default", "highest"))
     parser.add_argument("--fused", action="store_true", help="convolution, l2norm and gates inside")
@@ -130,7 +130,7 @@ def main() -> int:
     shape = Shape(seqlen=options.seqlen, heads=options.heads, value_heads=options.value_heads)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([LOCATIONS, flags(folder)])
-        function, args = call(options.op, options.variant, shape, precision=options.precision, fused=options.fused)
+        function, args = call("forward", options.variant, shape, precision=options.precision, fused=options.fused)
         text = compile_for(chip_named(options.chip), function, *args).as_text()
         kernels = re.findall(r'^\s*%?([\w.]+) = .*custom_call_target="tpu_custom_call"', text, re.M)
         share = shape.batch * shape.value_heads * shape.seqlen / 128
