@@ -11,7 +11,7 @@ The last term, eps = 2^-23, is for results that cancel to nothing: the norm of t
 
 Where an error consists of many small ones, that median tells all. Where one decides (a state of one channel, one key
 repeated, a decay whose sum is large), it differs from seed to seed as much as from nothing, and a median of 8 does
-not tell how far it goes. So an error beyond the budget is held to another: E is then the largest of 64 runs, in which
+not tell how far it goes. So an error beyond the budget is held to another: E is then the largest of 256 runs, in which
 chunks begin anywhere. An error of 30 budgets needs no second look.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "evaluated"
 
 EPS = 2.0**-23
 SEEDS = 8
-MANY_SEEDS = 64
+MANY_SEEDS = 256
 HOPELESS = 30  # budgets, beyond which no order of sums explains an error
 ILL_CONDITIONED = 0.1  # where declared roundings alone move a result by this much, it says nothing about a backend
 
