@@ -8,6 +8,7 @@ E the median error of the specification's stages under the declared roundings (f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from .. import door
 from ..spec import stages as st
 from ..spec.chunkwise import stage_chunk
-from ..spec.evaluate import FLOAT64, PowersOf2, decay_base2, matmul
+from ..spec.evaluate import FLOAT64, AnotherOrder, PowersOf2, decay_base2, matmul
 from ..spec.precision import BITS, Rounding, rounded_product, stochastic_round
 from ..spec.probe import probe_prepared
 from ..spec.problem import Problem, Signature
@@ -25,7 +26,7 @@ from ..spec.prologue import Prepared, prepare
 from ..spec.stages import STAGES
 from .cases import Inputs, in_rows
 from .compute import Stages
-from .judge import EPS, SEEDS
+from .judge import EPS, HOPELESS, SEEDS
 
 __all__ = ["Parting", "Side", "StageTruth", "at_common_boundaries", "chunk_of", "first_parting", "stage_errors"]
 
@@ -41,6 +42,9 @@ PARTS = {
 }
 
 Budgets = dict[str, tuple[Any, ...]]
+
+#: Runs whose largest error is looked at where the median of few is not enough; see ``judge``.
+MANY_RUNS = 64
 
 
 class Side(NamedTuple):
@@ -100,19 +104,26 @@ class StageTruth:
         self.sizes = _cropped(_sizes(whole, s, self._prepared, chunk), s, chunk)
         self._expected: dict[Any, Budgets] = {}
 
-    def expected(self, rounding: Rounding) -> Budgets:
-        """E of every part: norms [B, chunks, HV]."""
-        key = rounding.key()
+    def expected(self, rounding: Rounding, many: bool = False) -> Budgets:
+        """E of every part: norms [B, chunks, HV], the median of few runs or the largest of many."""
+        key = rounding.key(), many
         if key not in self._expected:
-            runs = [self._run(rounding, np.random.Generator(np.random.Philox(seed))) for seed in range(SEEDS)]
+            seeds, of = (MANY_RUNS, np.fmax.reduce) if many else (SEEDS, partial(np.median, axis=0))
+            runs = [self._errors(rounding, seed) for seed in range(seeds)]
             self._expected[key] = {
                 name: tuple(
-                    None if part is None else np.median([_norms(run[name][i] - part) for run in runs], axis=0)
-                    for i, part in enumerate(parts)
+                    None if part is None else of([run[name][i] for run in runs]) for i, part in enumerate(parts)
                 )
                 for name, parts in self.exact.items()
             }
         return self._expected[key]
+
+    def _errors(self, rounding: Rounding, seed: int) -> Budgets:
+        run = self._run(rounding, np.random.Generator(np.random.Philox(seed)))
+        return {
+            name: tuple(None if part is None else _norms(run[name][i] - part) for i, part in enumerate(parts))
+            for name, parts in self.exact.items()
+        }
 
     def _run(self, rounding: Rounding, rng: np.random.Generator) -> Stages:
         s = self.problem.signature
@@ -124,6 +135,7 @@ class StageTruth:
             return _cropped(found, s, self.chunk)
         p, back = _shuffled(prepare(xp, *self.problem), s, rng)
         namespace: Any = xp
+        product = AnotherOrder(rng).product
         stages: Any = st
         if rounding.base2:
             namespace = PowersOf2()
@@ -131,10 +143,10 @@ class StageTruth:
 
         def chunk(*rows: Any) -> Any:
             q, k, v, g, b, w, S, starts = rows
-            return stage_chunk(namespace, matmul, q, k, v, g, b, w, S, s.scale, starts, stages)
+            return stage_chunk(namespace, product, q, k, v, g, b, w, S, s.scale, starts, stages)
 
         with np.errstate(invalid="ignore", over="ignore"):
-            found = probe_prepared(xp, matmul, s, p, self.chunk, chunk)
+            found = probe_prepared(xp, product, s, p, self.chunk, chunk)
         G, count = found["decay"]
         if rounding.base2:
             G = G / np.float32(1 / np.log(2))
@@ -225,13 +237,22 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
     }
 
 
-def _may(truth: StageTruth, side: Side, name: str, i: int, value: np.ndarray) -> np.ndarray:
-    """3 (u + E) + floor of one part: [B, chunks, HV]."""
-    exact, E = truth.exact[name][i], truth.expected(side.rounding)[name][i]
+def _may(truth: StageTruth, name: str, i: int, error: np.ndarray, *sides: tuple[Side, np.ndarray]) -> np.ndarray:
+    """3 (u + E) + floor of one part of all sides, each with its value: [B, chunks, HV]. As with results, E is the
+    largest of many runs where an error is beyond that and not hopeless."""
+    exact = truth.exact[name][i]
     assert exact is not None
-    stored = np.asarray(value).dtype
-    u = _norms(exact - exact.astype(stored).astype(np.float64))
-    return 3 * (u + E) + 8 * EPS * _norms(truth.sizes[name][i])
+
+    def of(many: bool) -> np.ndarray:
+        may = np.zeros_like(error)
+        for side, value in sides:
+            u = _norms(exact - exact.astype(np.asarray(value).dtype).astype(np.float64))
+            may += 3 * (u + truth.expected(side.rounding, many)[name][i]) + 8 * EPS * _norms(truth.sizes[name][i])
+        return may
+
+    may = of(many=False)
+    beyond = (error > may) & (error <= HOPELESS * may)
+    return np.where(beyond, np.maximum(may, of(many=True)), may) if beyond.any() else may
 
 
 def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]]:
@@ -244,7 +265,8 @@ def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]
             exact = truth.exact[name][i]
             if value is None or exact is None:
                 continue
-            error, may, norm = _norms(value - exact), _may(truth, side, name, i, value), _norms(exact)
+            error, norm = _norms(value - exact), _norms(exact)
+            may = _may(truth, name, i, error, (side, value))
             with np.errstate(invalid="ignore", divide="ignore"):
                 used = np.where(error == 0, 0.0, np.where(error == error, error / may, np.inf))
             at = np.unravel_index(int(np.argmax(used)), used.shape)
@@ -319,9 +341,7 @@ def first_parting(truth: StageTruth, a: Side, b: Side | None = None) -> Parting 
             if value is None or against is None or truth.exact[name][i] is None:
                 continue
             error = _norms(np.asarray(value, np.float64) - np.asarray(against, np.float64))
-            may = _may(truth, a, name, i, value)
-            if b is not None:
-                may = may + _may(truth, b, name, i, against)
+            may = _may(truth, name, i, error, (a, value), *([] if b is None else [(b, against)]))
             beyond = ~(error <= may)  # NaN too
             if beyond.any():
                 first = int(np.flatnonzero(beyond.any((0, 2)))[0])
