@@ -23,6 +23,7 @@ from pathlib import Path
 from portable_gdn.tpu.chips import CHIPS, chip_named
 from portable_gdn.tpu.scheduling.compile import compile_for, environment
 from portable_gdn.tpu.scheduling.dump import Dump, flags
+from portable_gdn.tpu.scheduling.hlo import parse
 from portable_gdn.tpu.scheduling.machine import run
 
 environment(os.environ)  # before jax is imported
@@ -95,10 +96,10 @@ def _value(register: str) -> str:
     return re.sub(r"_v[a-z]*\d+$", "", register)
 
 
-def lines(folder: Path, kernels: list[str]) -> Iterator[tuple[str, dict[str, Counter[str]], dict[str, int]]]:
+def lines(folder: Path) -> Iterator[tuple[str, dict[str, Counter[str]], dict[str, int]]]:
     """Of each kernel in a folder of the compiler: its name, its lines, and its bundles at four points of the way."""
     dump = Dump(folder)
-    for name in kernels:
+    for name in (operation.name for operation in parse(dump.hlo).operations if operation.kernel):
         files = dump.files(name)
         if files is not None:
             times = run(files.bundles).counts.tolist()
@@ -131,10 +132,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([LOCATIONS, flags(folder)])
         function, args = call("forward", options.variant, shape, precision=options.precision, fused=options.fused)
-        text = compile_for(chip_named(options.chip), function, *args).as_text()
-        kernels = re.findall(r'^\s*%?([\w.]+) = .*custom_call_target="tpu_custom_call"', text, re.M)
+        compile_for(chip_named(options.chip), function, *args)
         share = shape.batch * shape.value_heads * shape.seqlen / 128
-        for name, found, stages in lines(Path(folder), kernels):
+        for name, found, stages in lines(Path(folder)):
             _show(name, found, stages, share, options.lines)
     return 0
 

@@ -29,7 +29,7 @@ from ..spec.evaluate import AnotherOrder, Evaluation, chunk_by_chunk, evaluate
 from ..spec.precision import Rounding, rounded_product, stored_states
 from ..spec.problem import Problem, Signature
 
-__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "evaluated", "expect", "judge"]
+__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "evaluated", "expect", "judge", "second_look"]
 
 EPS = 2.0**-23
 SEEDS = 8
@@ -167,6 +167,11 @@ def expect(
     )
 
 
+def second_look(error: np.ndarray, budget: np.ndarray) -> np.ndarray:
+    """Where an error is beyond a budget that the largest of many runs may yet explain."""
+    return (error > budget) & (error <= HOPELESS * budget)
+
+
 def allowance(
     name: str, error: np.ndarray, *expectations: Expectation, beside: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +187,7 @@ def allowance(
         return expected, 3 * expected + np.sum([e.floor[name] for e in sides], axis=0) + beside
 
     expected, budget = of(expectations)
-    beyond = (error > budget) & (error <= HOPELESS * budget)
+    beyond = second_look(error, budget)
     if beyond.any():
         wide = of([e.widest() for e in expectations])
         expected, budget = (

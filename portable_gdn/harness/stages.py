@@ -26,7 +26,7 @@ from ..spec.prologue import Prepared, prepare
 from ..spec.stages import STAGES
 from .cases import Inputs, in_rows
 from .compute import Stages
-from .judge import EPS, HOPELESS, SEEDS
+from .judge import EPS, SEEDS, second_look
 
 __all__ = ["Parting", "Side", "StageTruth", "at_common_boundaries", "chunk_of", "first_parting", "stage_errors"]
 
@@ -251,7 +251,7 @@ def _may(truth: StageTruth, name: str, i: int, error: np.ndarray, *sides: tuple[
         return may
 
     may = of(many=False)
-    beyond = (error > may) & (error <= HOPELESS * may)
+    beyond = second_look(error, may)
     return np.where(beyond, np.maximum(may, of(many=True)), may) if beyond.any() else may
 
 
