@@ -2,6 +2,10 @@
 
 A call that looks like an earlier one (same libraries, shapes, dtypes, devices and options) costs a look-up in a table.
 Under a trace nothing is read; where arrays are real, only boundaries on the host are.
+
+Operands that are numpy arrays beside those of torch or JAX are copied here, once: JAX computes after the call has
+returned, from memory that it shares with the caller, and autograd keeps boundaries for its backward pass. The caller
+may write into them as soon as the call returns.
 """
 
 from __future__ import annotations
@@ -75,10 +79,11 @@ def normalise(
     Raises:
         GdnError: what is wrong, in a sentence.
     """
+    operands = dict(operands)  # the caller's stays as it is
     if _compiling():  # where numpy arrays have no dtype
         bounds = operands.get("cu_seqlens")
         if isinstance(bounds, (list, tuple, np.ndarray)):
-            operands["cu_seqlens"] = sys.modules["torch"].as_tensor(bounds)
+            operands["cu_seqlens"] = sys.modules["torch"].as_tensor(bounds).clone()
         signature = describe(operands, options)
         chosen = dispatch.choose(signature, backend)
     else:
@@ -100,7 +105,11 @@ def normalise(
             if len(_CALLS) >= _MOST_CALLS:
                 _CALLS.clear()
             _CALLS[key] = signature, chosen
-        if "cu_seqlens" in operands:
+        if signature.library != "numpy":
+            for name, x in operands.items():
+                if isinstance(x, (np.ndarray, np.generic)):
+                    operands[name] = np.array(x)
+        if "cu_seqlens" in operands:  # the copy is checked, and nothing but the copy is used
             check_host_boundaries(operands["cu_seqlens"], signature.T)
     if check_values:
         from .values import check

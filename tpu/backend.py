@@ -144,10 +144,10 @@ class Pallas:
         return probe(problem.signature, self._interpret(), self.stages, problem.operands)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """numpy arrays as JAX arrays."""
+        """numpy arrays as JAX arrays, which share no memory with them."""
         import jax.numpy as jnp
 
-        return {name: jnp.asarray(a) for name, a in operands.items()}
+        return {name: jnp.array(a) for name, a in operands.items()}
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """A JAX array as numpy."""

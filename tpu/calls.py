@@ -13,7 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..spec import jax_isolation as isolation
+from ..spec.errors import GdnError
 from ..spec.evaluate import DIFFERENTIABLE
+from ..spec.jax_tracing import axes_of, own_settings, varying, varying_like
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
@@ -40,6 +42,7 @@ Other = Callable[[Signature, dict[str, Array]], Outputs]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@own_settings
 def compute(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]
 ) -> Outputs:
@@ -52,14 +55,16 @@ def compute(
             and where there is no backward kernel for the call.
         choose: leave it to the compiler which of both to take, where the operands are traced and not interpreted.
     """
-    return _call(s, interpret, stages, other, choose, operands)
+    return _call(s, interpret, stages, other, choose, _varying(interpret, operands))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@own_settings
 def compute_with_states(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
 ) -> tuple[Outputs, Array]:
     """The same, and the states behind every so many tokens [B, T // every, ...]; rows are sequences."""
+    operands = _varying(interpret, operands)
     line = pipeline(s, core(), ("S",)) if stages is own_stages and every % CHUNK == 0 else None
     if line is None:
         run = lambda problem: Result(*_call(problem.signature, interpret, stages, other, choose, problem.operands))  # noqa: E731
@@ -69,6 +74,7 @@ def compute_with_states(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
+@own_settings
 def _with_states_every(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, every: int, operands: dict[str, Array]
 ) -> tuple[Outputs, Array]:
@@ -90,6 +96,7 @@ def _other_by_pieces(s: Signature, other: Other, every: int, operands: dict[str,
     return tuple(result), states
 
 
+@own_settings
 def _with_states_every_backward(
     s: Signature, _: Any, __: Any, other: Other, ___: bool, every: int, operands: Any, cotangents: Any
 ) -> Any:
@@ -101,6 +108,7 @@ _with_states_every.defvjp(lambda *args: (_with_states_every(*args), args[-1]), _
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@own_settings
 def compute_gradients(
     s: Signature,
     interpret: Any,
@@ -122,10 +130,12 @@ def compute_gradients(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+@own_settings
 def _call(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Outputs:
     return _chosen(s, interpret, choose, partial(_by_kernel, s, interpret, stages), partial(other, s), operands)
 
 
+@own_settings
 def _forward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]) -> Any:
     """The call, and what the backward pass needs beside the operands."""
     if _plans(s, stages) is None:
@@ -134,6 +144,7 @@ def _forward(s: Signature, interpret: Any, stages: Any, other: Other, choose: bo
     return out, (operands, {name: checkpoint_name(a, KEPT) for name, a in kept.items()})
 
 
+@own_settings
 def _backward(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, saved: Any, cotangents: Any
 ) -> Any:
@@ -168,6 +179,7 @@ def _plans(s: Signature, stages: Any) -> tuple[Any, Any] | None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+@own_settings
 def _keeping(
     s: Signature, interpret: Any, stages: Any, other: Other, choose: bool, operands: dict[str, Array]
 ) -> tuple[Outputs, dict[str, Array]]:
@@ -182,11 +194,13 @@ def _keeping(
 
     def elsewhere(operands: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
         kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
-        return other(s, operands), {name: jnp.zeros(a.shape, a.dtype) for name, a in kept.items()}
+        zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in kept.items()}
+        return other(s, operands), varying_like(zeros, *operands.values())
 
     return _chosen(s, interpret, choose, kernel, elsewhere, operands)
 
 
+@own_settings
 def _keeping_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, operands: Any, cotangents: Any) -> Any:
     return ({**dict.fromkeys(operands), **_pull_other(s, other, operands, cotangents[0])},)
 
@@ -195,6 +209,7 @@ _keeping.defvjp(lambda *args: (_keeping(*args), args[-1]), _keeping_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+@own_settings
 def _pull(
     s: Signature,
     interpret: Any,
@@ -214,6 +229,7 @@ def _pull(
     return _chosen(s, interpret, choose, kernel, elsewhere, operands, kept, cotangents)
 
 
+@own_settings
 def _pull_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, saved: Any, second: Any) -> Any:
     operands, cotangents = saved
     smooth = _smooth(operands)
@@ -223,6 +239,20 @@ def _pull_backward(s: Signature, _: Any, __: Any, other: Other, ___: bool, saved
 
 
 _pull.defvjp(lambda *args: (_pull(*args), (args[-3], args[-1])), _pull_backward)
+
+
+def _varying(interpret: Any, operands: dict[str, Array]) -> dict[str, Array]:
+    """The operands as ``jax.shard_map`` wants them, alike in the axes that they vary over.
+
+    Raises:
+        GdnError: Pallas' interpreters compute nothing where ``shard_map`` keeps count of such axes.
+    """
+    if interpret is not False and axes_of(*operands.values()):
+        raise GdnError(
+            "backend 'pallas-interpret' is called inside jax.shard_map with check_vma=True, which Pallas' interpreter "
+            "cannot take; give shard_map check_vma=False, or take backend 'xla' or 'pallas'."
+        )
+    return varying(operands)
 
 
 def _smooth(operands: dict[str, Array]) -> dict[str, Array]:
@@ -261,7 +291,7 @@ def by_plain_kernel(
 ) -> tuple[Outputs, dict[str, Array]]:
     """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.forward.PROBED``)."""
     x, reached = separated(prepare(jnp, s, operands))
-    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if x.S is None else x.S
+    S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
     o, state, stage = forward(p, *rule, S, bounds, interpret=interpret, stages=stages, probe=probe)
@@ -291,7 +321,7 @@ def _by_backward_kernel(
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
     if dO.dtype == jnp.float32 and s.precision != "highest":
         dO = dO.astype(jnp.bfloat16)  # as the products would round it
-    dS = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if dS is None else swap_state(jnp, s, dS)
+    dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
     p, dtypes = plans[1], _gradient_dtypes(s)

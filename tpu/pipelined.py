@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..spec.conv import final_state
+from ..spec.jax_tracing import varying_like
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
@@ -66,7 +67,7 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
         taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
     gates = _gate_operands(s, p, g, b, w, x)
     if S is None and (p.starts or not p.packed):
-        S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32)
+        S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), v.array)
     o, state, kept = forward(
         p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
     )

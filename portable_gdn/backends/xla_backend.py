@@ -30,7 +30,7 @@ class Xla:
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("jax") is None:
-            return "jax is not installed; `pip install 'portable-gdn[xla]'` brings it."
+            return "jax is not installed; `pip install 'portable-gdn[jax]'` brings it."
         return None
 
     def refuses(self, signature: Signature) -> str | None:
@@ -65,10 +65,10 @@ class Xla:
         return probe(problem.signature, chunk_size(problem.signature), problem.operands, self.emulates)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """numpy arrays as JAX arrays."""
+        """numpy arrays as JAX arrays, which share no memory with them."""
         import jax.numpy as jnp
 
-        return {name: jnp.asarray(a) for name, a in operands.items()}
+        return {name: jnp.array(a) for name, a in operands.items()}
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """A JAX array as numpy."""

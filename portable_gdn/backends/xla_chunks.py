@@ -19,6 +19,7 @@ from jax import lax
 from ..spec import chunkwise
 from ..spec import jax_isolation as isolation
 from ..spec.evaluate import DIFFERENTIABLE
+from ..spec.jax_tracing import own_settings, varying, varying_like
 from ..spec.precision import DEFAULT
 from ..spec.probe import probe as spec_probe
 from ..spec.problem import Signature
@@ -31,6 +32,7 @@ Array = Any
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate")
+@own_settings
 def compute(
     s: Signature, size: int, operands: dict[str, Array], emulate: bool = False
 ) -> tuple[Array, Array | None, Array | None]:
@@ -39,6 +41,7 @@ def compute(
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate")
+@own_settings
 def compute_gradients(
     s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array], emulate: bool = False
 ) -> Any:
@@ -54,6 +57,7 @@ def compute_gradients(
     return result, pull(full)[0]
 
 
+@own_settings
 def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = False) -> dict[str, tuple[Any, ...]]:
     """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
     product = _product(s.precision, emulate)
@@ -67,8 +71,9 @@ def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = F
 
 
 def _run(s: Signature, size: int, operands: dict[str, Any], emulate: bool) -> tuple[Any, Any, Any]:
+    operands = varying(operands)
     p = prepare(jnp, s, operands)
-    S = jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32) if p.S is None else p.S
+    S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), p.v) if p.S is None else p.S
     if s.step:
         o, state = _step(s, p, S)
     else:
@@ -213,12 +218,13 @@ def _forward(
         )
         return (window.write(o, out), window.put(S, after)), ((saved, before) if keep else None)
 
-    o = jnp.zeros((s.B, length, s.HV, s.V), jnp.float32)
+    o = varying_like(jnp.zeros((s.B, length, s.HV, s.V), jnp.float32), S)
     (o, S), saved = lax.scan(step, (o, S), (table[:, 0], table[:, 1], table[:, 2]))
     return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), saved
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@own_settings
 def _rule(
     s: Signature,
     size: int,
@@ -237,6 +243,7 @@ def _rule(
     return _rule_forward(s, size, emulate, q, k, v, g, b, w, S, starts, table, keep=False)[0]
 
 
+@own_settings
 def _rule_forward(
     s: Signature,
     size: int,
@@ -261,6 +268,7 @@ def _rule_forward(
     return (o, S), (x, starts, reached, table, saved)
 
 
+@own_settings
 def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents: tuple[Array, Array]) -> Any:
     x, starts, reached, table, saved = kept
     dO, dS = cotangents
@@ -290,7 +298,7 @@ def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents
         new = (jnp.sum(q, 2, keepdims=True), jnp.sum(k, 2, keepdims=True), *rest)
         return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None
 
-    zeros = tuple(None if a is None else jnp.zeros_like(a) for a in x)
+    zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x), dS)
     entries = (table[:, 0], table[:, 1], table[:, 2])
     (grads, dS), _ = lax.scan(step, (zeros, dS), (entries, saved), reverse=True)
     grads = [None if a is None else a[:, : s.T] for a in grads]

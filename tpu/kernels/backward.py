@@ -26,6 +26,7 @@ from . import stages as kernel_stages
 from .channel_gradients import HeadOperands, Solved, by_head, decay_factors, gradients, scores
 from .dot import KernelProduct
 from .gradients import chunk_gradients
+from .results import result_shapes
 from .rows import Rows, gate_block, gates_by_token
 
 __all__ = ["RuleGradients", "backward"]
@@ -227,11 +228,14 @@ def backward(
             out_specs=[keys, keys, values, *gate, states],
             scratch_shapes=[pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)],
         ),
-        out_shape=[
-            *[rows(p.H * p.K, dtypes[0])] * 2,
-            rows(HV * p.V, dtypes[1]),
-            *[jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (*given, dS)],
-        ],
+        out_shape=result_shapes(
+            [
+                *[rows(p.H * p.K, dtypes[0])] * 2,
+                rows(HV * p.V, dtypes[1]),
+                *[jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (*given, dS)],
+            ],
+            q,
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=None if p.vmem < 8 << 20 else p.vmem + (8 << 20),

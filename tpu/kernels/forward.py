@@ -39,6 +39,7 @@ from .. import table as tb
 from ..plan import Plan
 from . import stages as kernel_stages
 from .dot import KernelProduct
+from .results import result_shapes
 from .rows import Rows, gate_block
 
 __all__ = ["PROBED", "forward"]
@@ -177,11 +178,14 @@ def forward(
             ],
             scratch_shapes=[pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((p.B, p.T, HV * p.V), v.dtype),
-            jax.ShapeDtypeStruct(S.shape, jnp.float32),
-            *(jax.ShapeDtypeStruct((p.chunks, HV, *shape), jnp.float32) for shape in inner.values()),
-        ],
+        out_shape=result_shapes(
+            [
+                jax.ShapeDtypeStruct((p.B, p.T, HV * p.V), v.dtype),
+                jax.ShapeDtypeStruct(S.shape, jnp.float32),
+                *(jax.ShapeDtypeStruct((p.chunks, HV, *shape), jnp.float32) for shape in inner.values()),
+            ],
+            q,
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=None if p.vmem < 8 << 20 else 2 * p.vmem if len(probe) > 1 else p.vmem + (8 << 20),

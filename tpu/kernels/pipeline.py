@@ -45,6 +45,7 @@ from ..pipeline_plan import Pipeline
 from . import channel_phases, inside
 from .halves import BF16, F32, C
 from .phases import Chunk, Gates, Part, Slot, placed, slot_shapes
+from .results import result_shapes
 
 __all__ = ["Channels", "GateOperands", "forward"]
 
@@ -387,7 +388,7 @@ def forward(
             out_specs=list(outputs.values()),
             scratch_shapes=[*scratch.values(), *slots * p.U],
         ),
-        out_shape=shapes,
+        out_shape=result_shapes(shapes, v.array),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
     )(*prefetched.values(), *(array for array, _ in operands.values()))

@@ -38,6 +38,7 @@ from ...spec.stages import RESET
 from ..reverse_plan import Reverse
 from .backward import RuleGradients
 from .halves import BF16, F32, LOG2E, PIECES, C, Parts, dot, exact_pieces, iota, pieces
+from .results import result_shapes
 
 __all__ = ["reverse"]
 
@@ -349,7 +350,7 @@ def reverse(
         grid=(p.parts, p.entries),
         in_specs=[spec for _, spec in operands.values()],
         out_specs=[spec for _, spec in results.values()],
-        out_shape=[a for a, _ in results.values()],
+        out_shape=result_shapes([a for a, _ in results.values()], q),
         scratch_shapes=[pltpu.VMEM((p.heads, C, C), F32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=p.vmem),
         interpret=interpret,
