@@ -135,6 +135,8 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
     if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
         raise bad("output_states_every", repr(every), "be a positive integer")
     s = problem.signature
+    if s.symbolic:
+        raise bad("output_states_every", f"given for T = {s.T} tokens, a symbol", "be left out under jax.export")
     for name in ("cu_seqlens", "segment_ids"):
         if s.has(name):
             raise bad("output_states_every", f"given with {name}", "be left out: rows must be sequences")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .spec.errors import GdnError
+from .spec.errors import GdnError, bad
 from .spec.problem import Signature
 
 __all__ = ["check"]
@@ -53,6 +53,8 @@ def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
         import array_api_compat.torch as xp
         import torch
 
+        if s.device == "meta":
+            raise bad("check_values", "True", "be False for tensors on the meta device, which hold no values")
         if torch.compiler.is_compiling():
             return xp, torch._assert_async
         return xp, now

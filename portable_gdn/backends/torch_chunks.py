@@ -21,14 +21,14 @@ from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.sequences import place
-from ..spec.torch_tensors import boundaries_as_tensor, on_host, register_gradient
+from ..spec.torch_tensors import boundaries_as_tensor, on_host, register_gradient, without_autocast
 
 __all__ = ["probe", "run"]
 
 
 def run(problem: Problem, size: int) -> Result:
     """Compute a call in chunks of ``size`` tokens."""
-    with torch.autocast(_like(problem.operands).device.type, enabled=False):  # it would round what must not be rounded
+    with without_autocast(_like(problem.operands).device.type):
         return _run(problem, size)
 
 
@@ -47,7 +47,7 @@ def _run(problem: Problem, size: int) -> Result:
 def probe(problem: Problem, size: int) -> dict[str, tuple[Any, ...]]:
     """The stages that ``run`` goes through, chunk by chunk."""
     s, x = problem
-    with torch.no_grad(), torch.autocast(_like(x).device.type, enabled=False):
+    with torch.no_grad(), without_autocast(_like(x).device.type):
 
         def chunk(*rows: Any) -> Any:
             *rows, starts = rows
@@ -109,6 +109,8 @@ Operands = tuple[Tensor | None, ...]  # q, k, v, g, b, w
 def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states, by the road that fits the caller: eager, compiled or transformed."""
     operands = (p.q, p.k, p.v, p.g, p.b, p.w)
+    if p.q.is_meta:  # shapes alone: where sequences begin is not there to be read
+        return _operation(*operands, S, None, None, s.scale, size)
     if torch.compiler.is_compiling():
         return _operation(*operands, S, bounds, p.starts, s.scale, size)
     plan = _plan(p.q, bounds, p.starts)
@@ -250,7 +252,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: Any, dS: Any) -> Any:
-        with torch.autocast(dO.device.type, enabled=False):
+        with without_autocast(dO.device.type):
             return _Rule._backward(ctx, dO, dS)
 
     @staticmethod

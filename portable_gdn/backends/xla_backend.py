@@ -98,6 +98,8 @@ class Emulated(Xla):
 
 def chunk_size(s: Signature) -> int:
     """Tokens a chunk: a power of two, no larger than the sequence needs."""
+    if s.symbolic:
+        return s.chunk_size or CHUNK
     return min(s.chunk_size or CHUNK, 1 << max(s.T - 1, 0).bit_length())
 
 

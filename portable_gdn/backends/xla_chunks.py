@@ -25,6 +25,7 @@ from ..spec.probe import probe as spec_probe
 from ..spec.problem import Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
+from ..spec.sequences import count_at_most
 
 __all__ = ["compute", "compute_gradients", "probe"]
 
@@ -85,7 +86,7 @@ def _run(s: Signature, size: int, operands: dict[str, Any], emulate: bool) -> tu
 def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
     rows = [None if a is None else jnp.reshape(a[:, 0], (s.B, s.H, a.shape[2] // s.H, a.shape[3])) for a in p[:6]]
     S5 = jnp.reshape(S, (s.B, s.H, s.HV // s.H, s.K, s.V))
-    contract = _contract_few if s.B <= 2 else weighted_sum
+    contract = _contract_few if not s.symbolic and s.B <= 2 else weighted_sum
     o, state = one_token(jnp, *rows, S5, s.scale, contract)
     return jnp.reshape(o, (s.B, s.HV, s.V)), jnp.reshape(state, S.shape)
 
@@ -106,6 +107,9 @@ def _batched(rows: Array, S: Array) -> Array:
 
 def _table(s: Signature, size: int, cu_seqlens: Any) -> Any:
     """For each chunk: first token that counts, end of those, its state. int32 [chunks, 3]."""
+    if cu_seqlens is None and s.symbolic:
+        first = jnp.arange((s.T + size - 1) // size, dtype=jnp.int32) * size
+        return jnp.stack([first, jnp.minimum(first + size, s.T), jnp.zeros_like(first)], 1)
     if cu_seqlens is None:
         first = np.arange(0, s.T, size, dtype=np.int32)
         return jnp.asarray(np.stack([first, np.minimum(first + size, s.T), np.zeros_like(first)], 1))
@@ -114,7 +118,7 @@ def _table(s: Signature, size: int, cu_seqlens: Any) -> Any:
     chunks = -(-jnp.maximum(bounds[1:] - bounds[:-1], 0) // size)
     ends = jnp.cumulative_sum(chunks)
     index = jnp.arange(s.T // size + s.N, dtype=jnp.int32)
-    sequence = jnp.clip(jnp.searchsorted(ends, index, side="right"), 0, s.N - 1).astype(jnp.int32)
+    sequence = jnp.clip(count_at_most(jnp, ends, index), 0, s.N - 1).astype(jnp.int32)
     first = bounds[sequence] + (index - (ends - chunks)[sequence]) * size
     end = jnp.minimum(first + size, bounds[sequence + 1])
     unused = index >= ends[-1]
@@ -312,12 +316,16 @@ _rule.defvjp(_rule_forward, _rule_backward)
 
 
 def _at_least(x: Any, starts: Any, size: int) -> tuple[Any, Any, int]:
-    """A sequence shorter than one chunk is padded to it; others stay as they are."""
+    """A sequence shorter than one chunk is padded to it, and one of symbolic length by one; others stay as they are."""
     length = x[0].shape[1]
-    if length >= size:
+    if not isinstance(length, int):
+        more = size
+    elif length >= size:
         return x, starts, length
-    pad = lambda a: None if a is None else jnp.pad(a, [(0, 0), (0, size - length)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
-    return tuple(map(pad, x)), pad(starts), size
+    else:
+        more = size - length
+    pad = lambda a: None if a is None else jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
+    return tuple(map(pad, x)), pad(starts), length + more
 
 
 def _read_starts(window: _Windows, starts: Any) -> Any:

@@ -35,9 +35,8 @@ def taps(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int
     """The inputs that each token sees, oldest first: W arrays [B, T, channels], by compacted place."""
     seen = []
     for back in range(width - 1, 0, -1):
-        lead = xp.zeros_like(x[:, :1])
-        lead = xp.concat([lead] * min(back, x.shape[1]), axis=1)
-        shifted = xp.concat([lead, x[:, : x.shape[1] - lead.shape[1]]], axis=1)
+        lead = [xp.zeros_like(x[:, :1])] * back
+        shifted = xp.concat([*lead, x], axis=1)[:, : x.shape[1]]
         before = xp.zeros_like(x)
         if state is not None:
             slot = xp.clip(width - 1 - back + place.position, 0, width - 2)

@@ -131,6 +131,11 @@ class Signature:
         return (self.N, self.HV, *inner)
 
     @property
+    def symbolic(self) -> bool:
+        """Whether a number of rows, tokens or sequences is a symbol of ``jax.export``, with no value yet."""
+        return self.library == "jax" and not all(isinstance(n, int) for n in (self.B, self.T, self.N))
+
+    @property
     def traced(self) -> bool:
         """Whether the operands are abstract values of a trace, with no device and no contents."""
         return self.device == "traced"

@@ -12,7 +12,17 @@ import numpy as np
 
 from .stages import Array, Namespace, device_of
 
-__all__ = ["Layout", "Placed", "compact", "index_range", "layout", "place", "restore", "segment_starts"]
+__all__ = [
+    "Layout",
+    "Placed",
+    "compact",
+    "count_at_most",
+    "index_range",
+    "layout",
+    "place",
+    "restore",
+    "segment_starts",
+]
 
 
 class Layout(NamedTuple):
@@ -43,8 +53,17 @@ def index_range(xp: Namespace, like: Array, stop: int) -> Array:
     return xp.arange(stop, dtype=xp.int32, **device_of(like))
 
 
+def count_at_most(xp: Namespace, ascending: Array, values: Array) -> Array:
+    """How many entries of ``ascending`` [N] are at most each of ``values`` [M], int32 [M]."""
+    if isinstance(ascending.shape[0], int) and isinstance(values.shape[0], int):
+        return xp.astype(xp.searchsorted(ascending, values, side="right"), xp.int32)
+    return xp.sum(xp.astype(ascending <= values[:, None], xp.int32), axis=1)  # for symbolic lengths, of JAX's
+
+
 def _running_max(xp: Namespace, x: Array) -> Array:
     """Largest value so far along the last dimension, by doubling: the array API has no cumulative maximum."""
+    if not isinstance(x.shape[-1], int) and hasattr(xp.maximum, "accumulate"):  # a symbolic length, of JAX's
+        return xp.maximum.accumulate(x, axis=-1)
     step = 1
     while step < x.shape[-1]:
         x = xp.concat([x[..., :step], xp.maximum(x[..., step:], x[..., :-step])], axis=-1)
@@ -119,7 +138,7 @@ def layout(
     else:
         bounds = xp.astype(cu_seqlens, xp.int32)
         # The sequence of token t is the number of boundaries at or before it (repeated ones are empty sequences).
-        sequence = xp.astype(xp.searchsorted(bounds[1:], token[0], side="right"), xp.int32)[None, :]
+        sequence = count_at_most(xp, bounds[1:], token[0])[None, :]
         sequence = xp.minimum(sequence, xp.zeros_like(sequence) + (bounds.shape[0] - 2))
     order = back = None
     valid = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import numpy as np
 from .evaluate import DIFFERENTIABLE
 from .problem import Problem, Result
 
-__all__ = ["boundaries_as_tensor", "from_numpy", "gradients", "on_host", "register_gradient", "to_numpy"]
+__all__ = [
+    "boundaries_as_tensor",
+    "from_numpy",
+    "gradients",
+    "on_host",
+    "register_gradient",
+    "to_numpy",
+    "without_autocast",
+]
 
 Tensor = Any
 
@@ -38,6 +47,19 @@ def to_numpy(array: Tensor) -> np.ndarray:
     import ml_dtypes
 
     return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A block whose products are not rounded by the caller's ``torch.autocast``.
+
+    Args:
+        device_type: where the block computes; one that autocast does not know ("meta") has nothing to turn off.
+    """
+    import torch
+
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def on_host(x: Any) -> np.ndarray:
