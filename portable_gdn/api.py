@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from . import dispatch
 from .door import check_host_boundaries, describe, normalise, run, run_with_states
 from .spec.conv import ShortConv
-from .spec.errors import bad
+from .spec.errors import bad, suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
 from .spec.problem import GateKind, Options
 
@@ -54,6 +54,7 @@ class RuleStates(NamedTuple):
     every: Array
 
 
+@suggests_keywords
 def gated_delta_rule(
     q: Array,
     k: Array,
@@ -91,7 +92,9 @@ def gated_delta_rule(
         g: log decay (natural), <= 0: [B, T, HV], [B, T, HV, n] for n groups of adjacent channels, or [B, T, HV, K]; any
             float dtype. None keeps everything (DeltaNet). Below -104 it is a reset: exp of it is 0.
         beta: [B, T, HV], erase and write gate in one. Instead of it ``erase`` [B, T, HV, K] and ``write`` [B, T, HV, V]
-            (GDN-2; [B, T, HV] is taken too), or neither, which erases nothing and writes all (GLA).
+            (GDN-2; [B, T, HV] is taken too). Without any of them nothing is erased and all is written: that is gated
+            linear attention (GLA) and no delta rule. FLA's operations take a beta of None for ones instead, as those of
+            ``portable_gdn.ops`` do.
         scale: of the output; K ** -0.5 if None.
         initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` that of a row's first segment.
         output_final_state: whether to return the final states.
@@ -144,6 +147,7 @@ def gated_delta_rule(
     return result.o, RuleStates(result.state, every)
 
 
+@suggests_keywords
 def gated_delta_rule_step(
     q: Array,
     k: Array,
@@ -195,6 +199,7 @@ def gated_delta_rule_step(
     return result.o, result.state
 
 
+@suggests_keywords
 def gated_delta_mixer(
     qkv: Array | tuple[Array, Array, Array],
     g: Array | None = None,
@@ -281,6 +286,7 @@ def gated_delta_mixer(
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
 
 
+@suggests_keywords
 def explain(
     q: Array,
     k: Array,

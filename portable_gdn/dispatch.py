@@ -131,6 +131,15 @@ def choose(signature: Signature, name: str | None) -> Backend:
     return get(explanation.backend)
 
 
+def where(backend: Backend, signature: Signature) -> str:
+    """What computes a call that was given to this backend: its name, and where that is the compiler's choice, both."""
+    elsewhere = getattr(backend, "elsewhere", None)
+    if elsewhere is None or not signature.traced:
+        return backend.name
+    platform, other = elsewhere
+    return f"{backend.name} if compiled for a {platform.upper()}, {other} elsewhere"
+
+
 class Explanation(NamedTuple):
     """Which backend a call would run on, and why each other one was passed over."""
 
@@ -141,8 +150,11 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         s = self.signature
+        variant = s.variant.name
+        if not s.has("beta") and not s.has("erase") and not s.has("write"):
+            variant += " (without beta, erase or write: gated linear attention, which is no delta rule)"
         lines = [
-            f"{s.variant.name}, {s.dtype}, precision {s.precision}, {_ARRAYS[s.library]} on {s.device}, "
+            f"{variant}, {s.dtype}, precision {s.precision}, {_ARRAYS[s.library]} on {s.device}, "
             f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
             f"  runs on  {self._where()}" if self.backend else "  runs on no backend",
         ]
@@ -156,11 +168,8 @@ class Explanation(NamedTuple):
         return str(self)
 
     def _where(self) -> str:
-        elsewhere = getattr(_registry.get(self.backend or ""), "elsewhere", None)
-        if elsewhere is None or self.named or not self.signature.traced:
-            return str(self.backend)
-        platform, other = elsewhere
-        return f"{self.backend} if compiled for a {platform.upper()}, {other} elsewhere"
+        backend = _registry.get(self.backend or "")
+        return str(self.backend) if backend is None or self.named else where(backend, self.signature)
 
 
 def explain(signature: Signature, name: str | None = None) -> Explanation:

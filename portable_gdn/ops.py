@@ -27,13 +27,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from .api import BoundedGate, Gate, SoftplusGate, gated_delta_rule
 from .door import library_of
-from .spec.errors import GdnError, bad
+from .spec.errors import GdnError, bad, check_keywords
 from .spec.gates import sigmoid
 
 __all__ = [
@@ -75,11 +76,15 @@ _WORDS = (
 )
 
 
+def _parameters(op: str) -> list[str]:
+    return [name for name, p in signature(globals()[op]).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
 def _keywords(op: str, given: Mapping[str, Any], state_v_first: bool = False) -> Mapping[str, Any]:
     """The keywords beside the parameters, none of them unknown."""
     for name in given:
         if name not in _KEYWORDS[op]:
-            raise GdnError(f"{name} is no keyword of {op}; beside its parameters it takes {', '.join(_KEYWORDS[op])}.")
+            check_keywords(op, given, (*_parameters(op), *_KEYWORDS[op]))
     if given.get("head_first"):
         raise bad("head_first", "True", "be False: tokens stand before heads, [B, T, H, K]")
     if "transpose_state_layout" in given:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from .dispatch import where
 from .spec.problem import Backend, Signature
 
 __all__ = ["Served", "note", "watch"]
@@ -14,7 +15,14 @@ _watching: list[list[Served]] = []
 
 
 class Served(NamedTuple):
-    """A call, the backend that computed it, and by what there (a library, a kernel and its plan), where it tells."""
+    """A call and what computes it.
+
+    Attributes:
+        backend: its name; of a call that is traced by JAX what the compiled program holds, by platform: "pallas if
+            compiled for a TPU, xla elsewhere".
+        by: what of that backend (a library, a kernel and its plan), where it tells.
+        signature: the call.
+    """
 
     backend: str
     by: str
@@ -36,9 +44,8 @@ def watch() -> Iterator[list[Served]]:
             model(x)
         print(*calls, sep="\\n")
 
-    A compiled function makes its calls while it is traced and none when it runs again. What serves a traced call is
-    told for the platform that is traced for; see ``explain`` for what the compiler may choose elsewhere. Calls without
-    a token are computed by no backend and are left out.
+    A compiled function makes its calls while it is traced and none when it runs again. Calls without a token are
+    computed by no backend and are left out.
 
     Yields:
         The list, which grows.
@@ -54,6 +61,6 @@ def watch() -> Iterator[list[Served]]:
 def note(signature: Signature, backend: Backend) -> None:
     """Tell whoever watches."""
     if _watching:
-        served = Served(backend.name, getattr(backend, "serves", lambda s: "")(signature), signature)
+        served = Served(where(backend, signature), getattr(backend, "serves", lambda s: "")(signature), signature)
         for calls in _watching:
             calls.append(served)

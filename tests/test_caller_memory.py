@@ -18,7 +18,7 @@ def _calls():
     """For each operand a call that has it, its options, and what the caller writes into the operand afterwards."""
     rng = np.random.default_rng(0)
     x = make(state=True, **SIZES)
-    channels = {name: a for name, a in make("GDN-2", **SIZES).items()}
+    channels = make("GDN-2", **SIZES)
     mixer = {name: x[name] for name in ("g", "beta", "initial_state")}
     mixer["qkv"] = rng.standard_normal((1, T, 64)).astype(np.float32)
     mixer["conv_weight"], mixer["conv_bias"] = rng.standard_normal((64, 4)).astype(np.float32), np.ones(64, np.float32)
@@ -46,7 +46,7 @@ CALLS = {name: rest for name, *rest in _calls()}
 
 @cache
 def _late():
-    """A compiled function that returns its argument late: calls that wait for it run when their operands were changed."""
+    """A function that returns its argument late: calls that wait for it run when their operands were changed."""
     import jax
     import jax.numpy as jnp
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import checkpoint, facts, save, tensors
 
+from portable_gdn import MixerState
 from portable_gdn.checkpoint import port
 from portable_gdn.spec.errors import GdnError
 
@@ -21,7 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from portable_gdn.checkpoint.loading import load_layer, load_tree  # noqa: E402
-from portable_gdn.tpu.integrations.nnx import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention  # noqa: E402
+from portable_gdn.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention  # noqa: E402
 
 EPS = float(np.finfo(np.float32).eps)
 LAYERS = ("qwen3_next", "kimi_linear", "fla_gdn2_layer")
@@ -209,3 +210,71 @@ def test_leaves_are_put_where_they_are_asked_to_be(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), tree, plain))
     only = load_tree(tmp_path / "out", names=["layers.1.mixer.A_log"])
     assert only["layers"]["1"]["mixer"].keys() == {"A_log"}
+
+
+def _layer(**options):
+    return GatedDeltaNet(8, **{"num_heads": 2, "key_dim": 4, "rngs": nnx.Rngs(0), **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: _layer(num_head=2), "num_head is no keyword of GatedDeltaNet; did you mean 'num_heads'?"),
+        (lambda: _layer(tap_count=2), "tap_count is no keyword of GatedDeltaNet; its keywords are hidden_size, gate"),
+        (
+            lambda: KimiDeltaAttention(8, num_heads=2, key_dim=4, gate_rank=2, decay_rnak=2, rngs=nnx.Rngs(0)),
+            "decay_rnak is no keyword of KimiDeltaAttention; did you mean 'decay_rank'?",
+        ),
+        (lambda: GatedDeltaNet(8, num_heads=2, rngs=nnx.Rngs(0)), "GatedDeltaNet is called without key_dim"),
+        (lambda: GatedDeltaNet(8, num_heads=2, key_dim=4), "GatedDeltaNet is called without rngs"),
+        (
+            lambda: GatedDeltaNet2(8, num_heads=2, key_dim=4, gate_rank=1, rngs=nnx.Rngs(0)),
+            "GatedDeltaNet2 is called without decay_rank",
+        ),
+        (lambda: _layer(num_heads=0), "num_heads is 0; it must be a positive integer"),
+        (lambda: _layer(num_value_heads=3), "num_value_heads is 3; it must be a multiple of num_heads = 2"),
+        (lambda: _layer(conv_size=-1), "conv_size is -1; it must be an integer, 0 for no convolution"),
+        (lambda: _layer(gate="relu"), "gate is 'relu'; it must be None or one of silu, sigmoid"),
+        (
+            lambda: _layer()(np.ones((3, 8))),
+            r"x is of shape \[3, 8\]; it must have shape \[B, T, E\] with E = 8; `step`",
+        ),
+        (lambda: _layer()(np.ones((3, 2, 9))), r"x is of shape \[3, 2, 9\]; it must have shape \[B, T, E\] with E = 8"),
+        (lambda: _layer()(7), r"x is of type int; it must be an array \[B, T, E\]"),
+        (lambda: _layer().step(np.ones((3, 1, 8))), r"it must have shape \[B, E\] with E = 8; call the layer"),
+        (lambda: _layer().step(np.ones((3, 8)), _layer().init_state(2)), r"state.recurrent is of shape \[2, 2, 4, 4\]"),
+        (lambda: _layer().step(np.ones((3, 8)), 5), r"state is a int; it must be None or a MixerState"),
+        (lambda: _layer().init_state("3"), "batch is '3'; it must be a number of rows"),
+    ],
+)
+def test_wrong_options_and_arrays_get_a_sentence(make, sentence):
+    with pytest.raises(GdnError, match=sentence):
+        make()
+
+
+@pytest.mark.parametrize("conv_size", [4, 0])
+def test_decoding_may_begin_with_nothing(conv_size):
+    layer, x = _layer(conv_size=conv_size), np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    want, after = layer(x[:, None], output_final_state=True)
+    for start in (None, layer.init_state(3), MixerState()):
+        y, state = layer.step(x, start)
+        close(y, want[:, 0])
+        close(state.recurrent, after.recurrent)
+        assert state.conv.shape == after.conv.shape == layer.init_state(3).conv.shape
+        np.testing.assert_array_equal(state.conv, after.conv)
+
+
+def test_a_layer_may_be_overwritten_after_the_call_and_be_static():
+    layer, x = _layer(), np.ones((1, 5, 8), np.float32)
+    y = layer(x)[0]
+    x[...] = 7
+    assert np.array_equal(y, layer(np.ones((1, 5, 8), np.float32))[0])
+    assert hash(nnx.split(layer)[0]) == hash(nnx.split(layer)[0])
+
+
+def test_old_names_still_import():
+    from portable_gdn import layers
+
+    with pytest.warns(DeprecationWarning, match=r"portable_gdn\.layers now"):
+        from portable_gdn.tpu.integrations.nnx import GatedDeltaNet as Old
+    assert Old is layers.GatedDeltaNet

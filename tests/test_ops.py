@@ -376,8 +376,10 @@ CHANNELS = np.zeros((1, 20, 4, 16), np.float32)
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "fused_recurrent_delta_rule"])
 def test_unknown_keywords_are_refused(library, op):
-    with pytest.raises(pg.GdnError, match=f"use_qk_l2norm is no keyword of {op}; beside its parameters it takes .*_"):
+    with pytest.raises(pg.GdnError, match=f"{op}; did you mean 'use_qk_l2norm_in_kernel'?"):
         run(library, op, operands(op), use_qk_l2norm=True)
+    with pytest.raises(pg.GdnError, match=f"zzz is no keyword of {op}; its keywords are q, k, v, .*head_first"):
+        run(library, op, operands(op), zzz=True)
     assert run(library, op, operands(op), head_first=False)[1] is None
     with pytest.raises(pg.GdnError, match=r"head_first is True; it must be False"):
         run(library, op, operands(op), head_first=True)

@@ -37,7 +37,12 @@ def test_a_compiled_function_makes_its_calls_once(jax_library):
     x = jax_library.arrays(make(T=2))
     with pg.watch() as calls:
         f(x), f(x)
-    assert [c.backend for c in calls] in (["xla"], ["pallas"])
+    assert [c.backend for c in calls] == ["pallas if compiled for a TPU, xla elsewhere"]
+    with pg.watch() as calls:
+        jax.jit(lambda x: call("rule", x, backend="xla")[0])(x)
+        jax.jit(lambda x: call("step", {name: a[:, 0] for name, a in x.items()})[0])(x)
+        call("rule", x)
+    assert [c.backend for c in calls] == ["xla", "xla", "xla"]
 
 
 def test_a_call_without_tokens_is_served_by_none():

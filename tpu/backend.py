@@ -228,7 +228,10 @@ def _refuses(s: Signature) -> str | None:
     if s.dtype == "float16":
         return "TPU kernels cannot load float16; 'xla' takes it, or give bfloat16 or float32"
     if s.symbolic:
-        return f"a dimension is symbolic (B = {s.B}, T = {s.T}, N = {s.N}), and its kernel's grid must be known; 'xla' takes it"
+        return (
+            f"a dimension is symbolic (B = {s.B}, T = {s.T}, N = {s.N}), and its kernel's grid must be known; "
+            "'xla' takes it"
+        )
     if s.B * s.T == 0:
         return None
     from .pipelined import core

@@ -69,7 +69,7 @@ def _reading(array: np.ndarray) -> Callable[[Any], np.ndarray]:
 
 
 def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
-    """A linear-attention layer of a port, ready to run: one of ``portable_gdn.tpu.integrations.nnx``.
+    """A linear-attention layer of a port, ready to run: one of ``portable_gdn.layers``.
 
     Args:
         folder: what ``portable-gdn port --to nnx`` (or jax) wrote.
@@ -93,7 +93,7 @@ def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, *
     """The layer of these weights: ``mixer`` says what it computes, the tree which projections it has."""
     from flax import nnx
 
-    from ..tpu.integrations import nnx as layers
+    from .. import layers
 
     kind = {
         "gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention, "gdn2": layers.GatedDeltaNet2,

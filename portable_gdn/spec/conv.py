@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import suggesting
 from .gates import sigmoid
 from .sequences import Layout, compact, index_range, restore
 from .stages import Array, Namespace
@@ -16,6 +17,7 @@ from .stages import Array, Namespace
 __all__ = ["ShortConv", "convolve", "final_state", "taps"]
 
 
+@suggesting
 @dataclass(frozen=True)
 class ShortConv:
     """A depthwise causal convolution over q | k | v.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import suggesting
 from .stages import RESET, Array, Namespace
 
 __all__ = ["L2_EPS", "BoundedGate", "SoftplusGate", "activate_gate", "gate_vjp", "l2norm", "l2norm_vjp", "softplus"]
@@ -19,6 +20,7 @@ __all__ = ["L2_EPS", "BoundedGate", "SoftplusGate", "activate_gate", "gate_vjp",
 L2_EPS = 1e-6  # inside the root, added to the sum of squares
 
 
+@suggesting
 @dataclass(frozen=True)
 class SoftplusGate:
     """g = -exp(A_log) softplus(x + dt_bias), x being the raw projection given as ``g``.
@@ -32,6 +34,7 @@ class SoftplusGate:
     dt_bias: Any = None
 
 
+@suggesting
 @dataclass(frozen=True)
 class BoundedGate:
     """g = lower_bound sigmoid(exp(A_log) (x + dt_bias)), x being the raw projection given as ``g``.

@@ -1,4 +1,4 @@
-"""What a trace by JAX brings along: settings that our code must not depend on, and axes of a mesh that values vary over."""
+"""What a trace by JAX brings along: settings that our code must not depend on, and the axes that values vary over."""
 
 from __future__ import annotations
 

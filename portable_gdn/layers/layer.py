@@ -1,0 +1,207 @@
+"""What the linear-attention layers share.
+
+Shapes: B rows, T tokens, E hidden, H key heads, HV value heads, K and V their widths, W taps, N states (B, or the
+number of packed sequences).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_rule_step
+from ..spec.errors import bad
+from .options import LayerOptions
+from .parts import GATES, GatedNorm, ShortConvolution
+
+__all__ = ["Layer"]
+
+Array = Any
+
+
+class Layer(nnx.Module):
+    """Projections, convolution, the rule, output norm and gate; which gates there are is a class's own."""
+
+    def __init__(
+        self, hidden_size: int, *, gate: str | None, norm_eps: float, rngs: nnx.Rngs, options: LayerOptions
+    ) -> None:
+        H, K = options["num_heads"], options["key_dim"]
+        HV, V = options.get("num_value_heads") or H, options.get("value_dim") or K
+        if HV % H:
+            raise bad("num_value_heads", HV, f"be a multiple of num_heads = {H}")
+        if gate is not None and gate not in GATES:
+            raise bad("gate", repr(gate), f"be None or one of {', '.join(GATES)}")
+        self.hidden_size, self.num_heads, self.num_value_heads, self.key_dim, self.value_dim = hidden_size, H, HV, K, V
+        self.conv_size, self.beta_scale = options.get("conv_size", 4), options.get("beta_scale", 1.0)
+        self.precision, self.backend = options.get("precision"), options.get("backend")
+        weights = options.get("param_dtype", jnp.float32)
+        # A tuple, since a dict would make the module's graph unhashable.
+        linear = {"dtype": options.get("dtype"), "param_dtype": weights}
+        self._linear = (*linear.items(), ("precision", options.get("projection_precision")))
+        self.q_proj = self._project(hidden_size, H * K, rngs)
+        self.k_proj = self._project(hidden_size, H * K, rngs)
+        self.v_proj = self._project(hidden_size, HV * V, rngs)
+        if self.conv_size:
+            bias = options.get("conv_bias", False)
+            self.q_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
+            self.k_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
+            self.v_conv1d = ShortConvolution(HV * V, self.conv_size, bias, weights, rngs)
+        self.o_norm = GatedNorm(V, norm_eps, gate, options.get("norm_dtype", jnp.float32))
+        self.o_proj = self._project(HV * V, hidden_size, rngs)
+
+    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
+        return nnx.Linear(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
+
+    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs) -> None:
+        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them."""
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
+        span = jax.random.uniform(rngs.params(), (heads * channels,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
+        dt = jnp.maximum(jnp.exp(span), 1e-4)
+        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+
+    @property
+    def _channels(self) -> int:
+        """Channels of q, k and v together, which the convolution runs over."""
+        return 2 * self.num_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def _conv(self) -> ShortConv:
+        if not self.conv_size:
+            return ShortConv(jnp.ones((self._channels, 1), jnp.float32))  # y = silu(x)
+        parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = jnp.concatenate([p.kernel[...][:, 0] for p in parts], axis=-1).T
+        biases = [p.bias[...] for p in parts if p.bias is not None]
+        return ShortConv(weight, jnp.concatenate(biases) if biases else None)
+
+    def _gates(self, x: Array) -> dict[str, Any]:
+        """What the rule needs beside q, k and v, from x [..., E]."""
+        raise NotImplementedError
+
+    def _z(self, x: Array) -> Array | None:
+        """The output gate before its activation, [..., HV * V]."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        state: MixerState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Array | None = None,
+        segment_ids: Array | None = None,
+        mask: Array | None = None,
+    ) -> tuple[Array, MixerState | None]:
+        """Whole sequences.
+
+        Args:
+            x: [B, T, E].
+            state: where to go on from; None is the start. recurrent [N, HV, K, V] float32, conv [N, W - 1, channels].
+            output_final_state: whether to return the state after the last token.
+            cu_seqlens: [N + 1], boundaries of packed sequences (then B = 1).
+            segment_ids: [B, T]; the state starts anew where the id changes.
+            mask: [B, T]; tokens that are False change nothing.
+
+        Returns:
+            y [B, T, E], and the state or None.
+
+        Raises:
+            GdnError: x has another shape, or ``gated_delta_mixer`` refuses the call.
+        """
+        x = self._input(x, "B, T", "`step` takes one token a row, [B, E]")
+        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        o, state = gated_delta_mixer(
+            qkv,
+            conv=self._conv(),
+            num_heads=self.num_heads,
+            state=state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids,
+            mask=mask,
+            precision=self.precision,
+            backend=self.backend,
+            **self._gates(x),
+        )
+        return self._output(o, x), state
+
+    def init_state(self, batch: int) -> MixerState:
+        """The state before the first token of ``batch`` rows, zeros: recurrent [batch, HV, K, V] and conv
+        [batch, W - 1, channels], both float32, as ``__call__`` and ``step`` return them."""
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+            raise bad("batch", repr(batch), "be a number of rows")
+        recurrent = (batch, self.num_value_heads, self.key_dim, self.value_dim)
+        conv = (batch, max(self.conv_size, 1) - 1, self._channels)
+        return MixerState(jnp.zeros(recurrent, jnp.float32), jnp.zeros(conv, jnp.float32))
+
+    def step(self, x: Array, state: MixerState | None = None) -> tuple[Array, MixerState]:
+        """One token, for decoding.
+
+        Args:
+            x: [B, E].
+            state: as ``__call__``, ``step`` or ``init_state`` returned it; None is the start of a sequence.
+
+        Returns:
+            y [B, E], and the new state.
+
+        Raises:
+            GdnError: x or state has another shape.
+        """
+        x = self._input(x, "B", "call the layer for whole sequences, [B, T, E]")
+        before, past = self._state(state, x.shape[0])
+        new = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+        conv = self._conv()
+        seen = jnp.concatenate([past.astype(new.dtype), new[:, None]], axis=1)  # [B, W, channels]
+        y = jnp.einsum("bwc,cw->bc", seen.astype(jnp.float32), conv.weight.astype(jnp.float32), precision="highest")
+        y = jax.nn.silu(y if conv.bias is None else y + conv.bias.astype(jnp.float32))
+        keys = self.num_heads * self.key_dim
+        q, k, v = jnp.split(y, [keys, 2 * keys], axis=-1)
+        o, recurrent = gated_delta_rule_step(
+            q.reshape(-1, self.num_heads, self.key_dim),
+            k.reshape(-1, self.num_heads, self.key_dim),
+            v.reshape(-1, self.num_value_heads, self.value_dim),
+            state=before,
+            qk_l2norm=True,
+            precision=self.precision,
+            backend=self.backend,
+            **self._gates(x),
+        )
+        return self._output(o.astype(new.dtype), x), MixerState(recurrent, seen[:, 1:].astype(past.dtype))
+
+    def _input(self, x: Array, lead: str, instead: str) -> Array:
+        """x as a JAX array of shape [lead, E]; numpy arrays are copied, since JAX reads them after the call."""
+        shape = getattr(x, "shape", None)
+        if shape is None:
+            raise bad("x", f"of type {type(x).__name__}", f"be an array [{lead}, E]")
+        if len(shape) != lead.count(",") + 2 or shape[-1] != self.hidden_size:
+            given = ", ".join(map(str, shape))
+            raise bad("x", f"of shape [{given}]", f"have shape [{lead}, E] with E = {self.hidden_size}; {instead}")
+        return jnp.array(x) if isinstance(x, np.ndarray) else x
+
+    def _state(self, state: MixerState | None, batch: int) -> tuple[Array, Array]:
+        """The recurrent and convolution state for ``step``, zeros in place of what is None."""
+        start = self.init_state(batch)
+        if state is None:
+            return start.recurrent, start.conv
+        if not (isinstance(state, tuple) and len(state) == 2):
+            raise bad("state", f"a {type(state).__name__}", "be None or a MixerState(recurrent, conv)")
+        found: list[Array] = [zeros if a is None else a for a, zeros in zip(state, start, strict=True)]
+        shapes: tuple[Array, ...] = start
+        for name, given, zeros in zip(MixerState._fields, found, shapes, strict=True):
+            if tuple(given.shape) != zeros.shape:
+                was, must = (", ".join(map(str, a.shape)) for a in (given, zeros))
+                raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{must}]")
+        return found[0], jnp.asarray(found[1])
+
+    def _output(self, o: Array, x: Array) -> Array:
+        z = self._z(x)
+        o = self.o_norm(o, None if z is None else z.reshape(o.shape))
+        return self.o_proj(o.reshape(*o.shape[:-2], -1))
+
+    def _beta(self, x: Array) -> Array:
+        return self.beta_scale * jax.nn.sigmoid(x.astype(jnp.float32))
+
+    def _heads(self, x: Array, heads: int) -> Array:
+        return x.reshape(*x.shape[:-1], heads, -1)
