@@ -46,8 +46,10 @@ class MixerState(NamedTuple):
 class RuleStates(NamedTuple):
     """What is returned where ``output_states_every`` is given, by state_layout.
 
-    final: the final states [B, HV, K, V], or None unless asked for. every: the states behind each multiple of so many
-    tokens, [B, T // output_states_every, HV, K, V].
+    final: the final states [N, HV, K, V], or None unless asked for. every: the states after each multiple of so many
+    tokens, [B, T // output_states_every, HV, K, V]. Of packed sequences (B = 1) they stand one after the other: those
+    of sequence n, which has L tokens, are the L // output_states_every entries that follow those of the sequences
+    before it; entries that are left over are zeros.
     """
 
     final: Array | None
@@ -110,9 +112,9 @@ def gated_delta_rule(
         deterministic: forbid whatever can change bits from run to run.
         check_values: look at contents too: finite values, g <= 0, gates in [0, 2], boundaries on a device. Under
             ``jax.jit`` this needs ``jax.experimental.checkify``.
-        output_states_every: return the states behind every so many tokens, too, for a cache of prefixes say; rows must
-            be sequences. The TPU kernel returns those at multiples of 128 as it goes; otherwise the call is run in
-            pieces of so many tokens.
+        output_states_every: return the states after every so many tokens of each row or packed sequence, too, for a
+            cache of prefixes say: see ``RuleStates``. Not with ``segment_ids``. The TPU kernel returns those of rows at
+            multiples of 128 as it goes; packed sequences are computed by ``xla`` there.
         backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
             ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
             by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").

@@ -127,22 +127,23 @@ def run(problem: Problem, backend: Backend) -> Result:
 
 
 def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Result, Array]:
-    """Compute, and the states [B, T // every, ...] behind every so many tokens.
+    """Compute, and the states [B, T // every, ...] after every so many tokens of each row or packed sequence.
 
     Raises:
-        GdnError: ``every`` is no positive integer, or rows are not sequences.
+        GdnError: ``every`` is no positive integer, or there are segment_ids.
     """
     if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
         raise bad("output_states_every", repr(every), "be a positive integer")
     s = problem.signature
     if s.symbolic:
         raise bad("output_states_every", f"given for T = {s.T} tokens, a symbol", "be left out under jax.export")
-    for name in ("cu_seqlens", "segment_ids"):
-        if s.has(name):
-            raise bad("output_states_every", f"given with {name}", "be left out: rows must be sequences")
+    if s.has("segment_ids"):
+        raise bad("output_states_every", "given with segment_ids", "be left out: states belong to whole sequences")
     if s.B * s.T == 0:
         result = empty_result(Problem(replace(s, output_final_state=True), problem.operands))
         states: Any = result.state
+        if s.packed:  # of one row
+            states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
     note(s, backend)
     own = getattr(backend, "run_with_states", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -97,7 +99,85 @@ def test_what_is_no_interval_is_refused(every):
         pg.gated_delta_rule(**operands(), output_states_every=every, backend="numpy")
 
 
-def test_packed_sequences_are_refused():
-    x = operands(B=1)
-    with pytest.raises(pg.GdnError, match="rows must be sequences"):
-        pg.gated_delta_rule(**x, cu_seqlens=[0, 50], output_states_every=8, backend="numpy")
+def packed(bounds, seed=0, **sizes):
+    x = operands(T=bounds[-1], B=1, seed=seed, **sizes)
+    x["initial_state"] = np.random.default_rng(seed).standard_normal((len(bounds) - 1, 2, 8, 6)).astype(np.float32)
+    return x
+
+
+BOUNDS = [0, 0, 16, 19, 59, 59, 75, 90]  # empty, one piece, none, two and a half, empty, one piece, almost one
+
+
+@pytest.mark.parametrize("every", [16, 5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["numpy", "torch", "xla", "pallas-interpret"])
+def test_packed_sequences_have_theirs_one_after_the_other(backend, every):
+    x = packed(BOUNDS)
+    given = library(backend, x)
+    options = {"output_states_every": every, "output_final_state": True, "backend": backend}
+    o, states = pg.gated_delta_rule(**given, cu_seqlens=BOUNDS, **options)
+    assert states.every.shape == (1, 90 // every, 2, 8, 6)
+    place = 0
+    for n, (begin, end) in enumerate(pairwise(BOUNDS)):
+        alone = {name: a[n : n + 1] if name == "initial_state" else a[:, begin:end] for name, a in x.items()}
+        want, expected = pg.gated_delta_rule(**alone, **{**options, "backend": "numpy"})
+        np.testing.assert_allclose(np.asarray(o[:, begin:end]), want, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(states.final[n : n + 1]), expected.final, atol=2e-5)
+        count = (end - begin) // every
+        np.testing.assert_allclose(np.asarray(states.every[:, place : place + count]), expected.every, atol=2e-5)
+        place += count
+    assert not np.asarray(states.every[:, place:]).any()
+
+
+def test_packed_sequences_with_a_mask_and_boundaries_of_a_trace():
+    jax = pytest.importorskip("jax")
+    x = library("xla", {**packed(BOUNDS), "mask": np.arange(90)[None] % 7 != 3})
+    want, expected = pg.gated_delta_rule(**x, cu_seqlens=BOUNDS, output_states_every=16, backend="xla")
+    call = jax.jit(lambda x, cu: pg.gated_delta_rule(**x, cu_seqlens=cu, output_states_every=16))
+    o, states = call(x, np.array(BOUNDS))
+    np.testing.assert_allclose(o, want, atol=1e-6)
+    np.testing.assert_allclose(states.every, expected.every, atol=1e-6)
+    exact = pg.gated_delta_rule(
+        **{name: np.asarray(a) for name, a in x.items()}, cu_seqlens=BOUNDS, output_states_every=16, backend="numpy"
+    )
+    np.testing.assert_allclose(states.every, exact[1].every, atol=2e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 40], [0, 3, 19, 40]])
+def test_their_gradients_are_those_of_shorter_calls(bounds):
+    """Of xla in one pass, and of torch piece by piece, against torch's over each sequence alone."""
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    x = packed(bounds)
+    weight = np.random.default_rng(3).standard_normal((1, bounds[-1] // 5, 2, 8, 6)).astype(np.float32)
+    more = {"cu_seqlens": bounds} if len(bounds) > 2 else {}
+
+    def loss(x, weight, backend):
+        o, states = pg.gated_delta_rule(**x, **more, output_states_every=5, output_final_state=True, backend=backend)
+        return (o * o).sum() + (states.every * weight).sum() + (states.final * states.final).sum()
+
+    by_xla = jax.grad(loss)({name: jax.numpy.asarray(a) for name, a in x.items()}, weight, "xla")
+    leaves = {name: torch.tensor(a, requires_grad=True) for name, a in x.items()}
+    loss(leaves, torch.tensor(weight), "torch").backward()
+    alone = {name: torch.tensor(a, requires_grad=True) for name, a in x.items()}
+    total, place = 0, 0
+    for n, (begin, end) in enumerate(pairwise(bounds)):
+        state = alone["initial_state"][n : n + 1]
+        for first in range(begin, end, 5):
+            last = min(first + 5, end)
+            part = {name: a[:, first:last] for name, a in alone.items() if name != "initial_state"}
+            o, state = pg.gated_delta_rule(**part, initial_state=state, output_final_state=True, backend="torch")
+            total = total + (o * o).sum()
+            if last - first == 5:
+                total, place = total + (state * torch.tensor(weight[:, place])).sum(), place + 1
+        total = total + (state * state).sum()
+    total.backward()
+    for name, a in alone.items():
+        for got in (by_xla[name], leaves[name].grad):
+            error = np.linalg.norm(np.asarray(got) - a.grad.numpy()) / np.linalg.norm(a.grad.numpy())
+            assert error < 3e-6, name
+
+
+def test_segments_are_refused():
+    with pytest.raises(pg.GdnError, match="given with segment_ids; it must be left out"):
+        pg.gated_delta_rule(
+            **operands(B=1), segment_ids=np.zeros((1, 50), np.int32), output_states_every=8, backend="numpy"
+        )

@@ -120,10 +120,15 @@ class Pallas:
         return Result(*compute(s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, x))
 
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
-        """Compute, and the states behind every so many tokens; at multiples of the kernel's chunks they fall out."""
+        """Compute, and the states after every so many tokens; at multiples of the kernel's chunks they fall out.
+
+        The kernel's chunks are those of the row, not of packed sequences, which ``xla`` computes.
+        """
         from .calls import compute_with_states
 
         s, x = problem
+        if s.packed:
+            return _xla().run_with_states(problem, every)
         args = s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, every, x
         out, states = compute_with_states(*args)
         return Result(*out), states

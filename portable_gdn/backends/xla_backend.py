@@ -45,6 +45,15 @@ class Xla:
             *compute(problem.signature, chunk_size(problem.signature), problem.operands, emulate=self.emulates)
         )
 
+    def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
+        """Compute, and the states after every so many tokens of each row or packed sequence, in one pass."""
+        from .xla_chunks import compute_with_states
+
+        s, x = problem
+        size = min(chunk_size(s), 1 << (every - 1).bit_length())
+        result, states = compute_with_states(s, size, every, x, emulate=self.emulates)
+        return Result(*result), states
+
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, in one compiled program."""
         from .xla_chunks import compute_gradients

@@ -27,7 +27,7 @@ from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
 from ..spec.sequences import count_at_most
 
-__all__ = ["compute", "compute_gradients", "probe"]
+__all__ = ["compute", "compute_gradients", "compute_with_states", "probe"]
 
 Array = Any
 
@@ -38,7 +38,17 @@ def compute(
     s: Signature, size: int, operands: dict[str, Array], emulate: bool = False
 ) -> tuple[Array, Array | None, Array | None]:
     """o, state and convolution state of a call, in chunks of ``size`` tokens; ``emulate``: see ``_product``."""
-    return _run(s, size, operands, emulate)
+    return _run(s, size, operands, emulate)[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="emulate")
+@own_settings
+def compute_with_states(
+    s: Signature, size: int, every: int, operands: dict[str, Array], emulate: bool = False
+) -> tuple[tuple[Array, Array | None, Array | None], Array]:
+    """What ``compute`` returns, and the states after every so many tokens of each sequence, [B, T // every, ...]; of
+    packed sequences one after the other, and zeros behind the last."""
+    return _run(s, size, operands, emulate, every)
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate")
@@ -50,7 +60,7 @@ def compute_gradients(
     smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
 
     def outputs(smooth: dict[str, Array]) -> Any:
-        result = _run(s, size, {**operands, **smooth}, emulate)
+        result, _ = _run(s, size, {**operands, **smooth}, emulate)
         return {"o": result[0], "state": result[1]}, result
 
     out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
@@ -71,16 +81,22 @@ def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = F
     return spec_probe(jnp, product, s, operands, size, chunk)
 
 
-def _run(s: Signature, size: int, operands: dict[str, Any], emulate: bool) -> tuple[Any, Any, Any]:
+def _run(
+    s: Signature, size: int, operands: dict[str, Any], emulate: bool, every: int | None = None
+) -> tuple[tuple[Any, Any, Any], Any]:
     operands = varying(operands)
     p = prepare(jnp, s, operands)
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), p.v) if p.S is None else p.S
+    states = None
     if s.step:
         o, state = _step(s, p, S)
     else:
-        table = _table(s, size, operands.get("cu_seqlens"))
-        o, state = _rule(s, size, emulate, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
-    return finish(jnp, s, operands, o), swap_state(jnp, s, state) if s.output_final_state else None, p.conv_state
+        table = _table(s, size, operands.get("cu_seqlens"), every)
+        o, state, states = _rule(s, size, emulate, every, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
+    if states is not None:  # [T // every, B, ..], or of packed sequences [T // every, 1, ..]
+        states = swap_state(jnp, s, jnp.swapaxes(states, 0, 1))
+    state = swap_state(jnp, s, state) if s.output_final_state else None
+    return (finish(jnp, s, operands, o), state, p.conv_state), states
 
 
 def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
@@ -105,25 +121,36 @@ def _batched(rows: Array, S: Array) -> Array:
     return jnp.reshape(flat, (*S.shape[:-2], S.shape[-1]))
 
 
-def _table(s: Signature, size: int, cu_seqlens: Any) -> Any:
-    """For each chunk: first token that counts, end of those, its state. int32 [chunks, 3]."""
+def _table(s: Signature, size: int, cu_seqlens: Any, every: int | None) -> Any:
+    """The chunks, int32 [chunks, 4]: first token that counts, end of those, state, and place among the states that are
+    returned on the way (``T // every`` for a chunk that does not end at a multiple of ``every``)."""
     if cu_seqlens is None and s.symbolic:
         first = jnp.arange((s.T + size - 1) // size, dtype=jnp.int32) * size
-        return jnp.stack([first, jnp.minimum(first + size, s.T), jnp.zeros_like(first)], 1)
-    if cu_seqlens is None:
-        first = np.arange(0, s.T, size, dtype=np.int32)
-        return jnp.asarray(np.stack([first, np.minimum(first + size, s.T), np.zeros_like(first)], 1))
-    # Values may be known to the device alone: a table of the largest length possible, indices bound by T.
-    bounds = jnp.clip(jnp.asarray(cu_seqlens).astype(jnp.int32), 0, s.T)
-    chunks = -(-jnp.maximum(bounds[1:] - bounds[:-1], 0) // size)
-    ends = jnp.cumulative_sum(chunks)
-    index = jnp.arange(s.T // size + s.N, dtype=jnp.int32)
-    sequence = jnp.clip(count_at_most(jnp, ends, index), 0, s.N - 1).astype(jnp.int32)
-    first = bounds[sequence] + (index - (ends - chunks)[sequence]) * size
-    end = jnp.minimum(first + size, bounds[sequence + 1])
+        rest = jnp.zeros_like(first)
+        return jnp.stack([first, jnp.minimum(first + size, s.T), rest, rest], 1)
+    block = s.T if every is None else every  # chunks do not cross its multiples
+    in_block = -(-block // size)
+    xp: Any = np if cu_seqlens is None else jnp
+    # Values of boundaries may be known to the device alone: a table of the largest length possible, indices bound by T.
+    bounds = np.array([0, s.T]) if cu_seqlens is None else jnp.clip(jnp.asarray(cu_seqlens).astype(jnp.int32), 0, s.T)
+    length = xp.maximum(bounds[1:] - bounds[:-1], 0)
+    blocks = length // block
+    chunks = blocks * in_block - (-(length % block) // size)
+    ends = xp.cumulative_sum(chunks)
+    most = ends[-1] if cu_seqlens is None else s.T // size + s.N
+    if every is not None and cu_seqlens is not None:
+        most = s.T // every * in_block + min(s.N * in_block, most)
+    index = xp.arange(most, dtype=xp.int32)
+    sequence = xp.clip(count_at_most(xp, ends, index), 0, bounds.shape[0] - 2)
+    place = index - (ends - chunks)[sequence]
+    number = place // in_block
+    stop = bounds[sequence] + (number + 1) * block
+    first = stop - block + place % in_block * size
+    end = xp.minimum(first + size, xp.minimum(stop, bounds[sequence + 1]))
     unused = index >= ends[-1]
-    table = jnp.stack([jnp.where(unused, 0, first), jnp.where(unused, 0, end), sequence], 1)
-    return table.astype(jnp.int32)
+    kept = xp.where(unused | (end != stop), s.T // block, (xp.cumulative_sum(blocks) - blocks)[sequence] + number)
+    table = xp.stack([xp.where(unused, 0, first), xp.where(unused, 0, end), sequence, kept], 1)
+    return jnp.asarray(table.astype(xp.int32))
 
 
 def _product(precision: str, emulate: bool) -> Any:
@@ -164,7 +191,7 @@ class _Windows:
 
     def __init__(self, s: Signature, entry: Any, size: int, length: int) -> None:
         self.s, self.size = s, size
-        first, end, self.slot = entry
+        first, end, self.slot, self.kept = entry
         self.used = first < end
         self.begin = jnp.clip(first, 0, length - size)
         token = self.begin + jnp.arange(size, dtype=jnp.int32)
@@ -203,36 +230,45 @@ def _forward(
     s: Signature,
     size: int,
     emulate: bool,
+    every: int | None,
     x: tuple[Array | None, ...],
     S: Array,
     starts: Array | None,
     table: Array,
     keep: bool,
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array, Array | None, Any]:
     product = _product(s.precision, emulate)
     x, starts, length = _at_least(x, starts, size)
     S = jnp.reshape(S, (s.N, s.H, s.HV // s.H, s.K, s.V))
 
     def step(carry: Any, entry: Any) -> Any:
-        o, S = carry
+        o, S, states = carry
         window = _Windows(s, entry, size, length)
         before = window.take(S)
         out, after, saved = chunkwise.forward_chunk(
             jnp, product, *map(window.read, x), before, s.scale, _read_starts(window, starts)
         )
-        return (window.write(o, out), window.put(S, after)), ((saved, before) if keep else None)
+        if states is not None:
+            states = lax.dynamic_update_index_in_dim(states, after, window.kept, 0)
+        return (window.write(o, out), window.put(S, after), states), ((saved, before) if keep else None)
 
     o = varying_like(jnp.zeros((s.B, length, s.HV, s.V), jnp.float32), S)
-    (o, S), saved = lax.scan(step, (o, S), (table[:, 0], table[:, 1], table[:, 2]))
-    return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), saved
+    states = None  # or those on the way, and behind them what no one reads
+    if every is not None:
+        states = varying_like(jnp.zeros((s.T // every + 1, s.B, *S.shape[1:]), jnp.float32), S)
+    (o, S, states), saved = lax.scan(step, (o, S, states), tuple(table.T))
+    if states is not None:
+        states = jnp.reshape(states[:-1], (-1, s.B, s.HV, s.K, s.V))
+    return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), states, saved
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 @own_settings
 def _rule(
     s: Signature,
     size: int,
     emulate: bool,
+    every: int | None,
     q: Array,
     k: Array,
     v: Array,
@@ -242,9 +278,10 @@ def _rule(
     S: Array,
     starts: Array | None,
     table: Array,
-) -> tuple[Array, Array]:
-    """The bare rule: o [B, T, HV, V] and the final states."""
-    return _rule_forward(s, size, emulate, q, k, v, g, b, w, S, starts, table, keep=False)[0]
+) -> tuple[Array, Array, Array | None]:
+    """The bare rule: o [B, T, HV, V], the final states [N, HV, K, V], and those after every so many tokens
+    [T // every, B, HV, K, V], or None."""
+    return _rule_forward(s, size, emulate, every, q, k, v, g, b, w, S, starts, table, keep=False)[0]
 
 
 @own_settings
@@ -252,6 +289,7 @@ def _rule_forward(
     s: Signature,
     size: int,
     emulate: bool,
+    every: int | None,
     q: Array,
     k: Array,
     v: Array,
@@ -266,27 +304,35 @@ def _rule_forward(
     x, reached = (q, k, v, g, b, w), None
     if starts is not None:
         x, S, reached = isolation.clean(x, S, starts)
-    o, S, saved = _forward(s, size, emulate, x, S, starts, table, keep)
+    o, S, states, saved = _forward(s, size, emulate, every, x, S, starts, table, keep)
     if reached is not None:
         o, S = isolation.mark(o, S, reached)
-    return (o, S), (x, starts, reached, table, saved)
+    return (o, S, states), (x, starts, reached, table, saved)
 
 
 @own_settings
-def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents: tuple[Array, Array]) -> Any:
+def _rule_backward(
+    s: Signature, size: int, emulate: bool, every: int | None, kept: Any, cotangents: tuple[Array, Array, Array | None]
+) -> Any:
     x, starts, reached, table, saved = kept
-    dO, dS = cotangents
+    dO, dS, d_states = cotangents
     affected = None
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
     product = _product(s.precision, emulate)
     (*x, dO), starts, length = _at_least((*x, dO), starts, size)
-    dS = jnp.reshape(dS, (s.N, s.H, s.HV // s.H, s.K, s.V))
+    by_group = (s.H, s.HV // s.H, s.K, s.V)
+    dS = jnp.reshape(dS, (s.N, *by_group))
+    if d_states is not None:  # zeros for chunks that gave none
+        d_states = jnp.reshape(jnp.pad(d_states, ((0, 1), *[(0, 0)] * 4)), (-1, s.B, *by_group))
 
     def step(carry: Any, item: Any) -> Any:
         grads, dS = carry
         entry, (saved, before) = item
         window = _Windows(s, entry, size, length)
+        after = window.take(dS)
+        if d_states is not None:
+            after = after + lax.dynamic_index_in_dim(d_states, window.kept, 0, keepdims=False)
         d = chunkwise.backward_chunk(
             jnp,
             product,
@@ -295,7 +341,7 @@ def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents
             s.scale,
             saved,
             window.read(dO),
-            window.take(dS),
+            after,
             _read_starts(window, starts),
         )
         q, k, *rest = d[:6]
@@ -303,8 +349,7 @@ def _rule_backward(s: Signature, size: int, emulate: bool, kept: Any, cotangents
         return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None
 
     zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x), dS)
-    entries = (table[:, 0], table[:, 1], table[:, 2])
-    (grads, dS), _ = lax.scan(step, (zeros, dS), (entries, saved), reverse=True)
+    (grads, dS), _ = lax.scan(step, (zeros, dS), (tuple(table.T), saved), reverse=True)
     grads = [None if a is None else a[:, : s.T] for a in grads]
     dS = jnp.reshape(dS, (s.N, s.HV, s.K, s.V))
     if affected is not None:
