@@ -20,7 +20,7 @@ import numpy as np
 
 from . import dispatch
 from .spec.errors import GdnError, bad
-from .spec.evaluate import DIFFERENTIABLE
+from .spec.operands import DIFFERENTIABLE
 from .spec.pieces import run_by_pieces
 from .spec.problem import Backend, Meta, Options, Problem, Result, Signature
 from .spec.rules import check_boundaries, make_signature

@@ -17,7 +17,8 @@ from threadpoolctl import threadpool_limits
 import portable_gdn as pg
 from portable_gdn import door
 from portable_gdn.harness.compute import forget_programs
-from portable_gdn.spec.evaluate import DIFFERENTIABLE, Evaluation, evaluate
+from portable_gdn.spec.evaluate import Evaluation, evaluate
+from portable_gdn.spec.operands import DIFFERENTIABLE
 from portable_gdn.spec.problem import GateKind, Options
 
 threadpool_limits(1, user_api="blas")  # of numpy: the other core has the other worker

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..spec import jax_isolation as isolation
 from ..spec.errors import GdnError
-from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.jax_tracing import axes_of, own_settings, varying, varying_like
+from ..spec.operands import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state

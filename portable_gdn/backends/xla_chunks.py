@@ -18,8 +18,8 @@ from jax import lax
 
 from ..spec import chunkwise
 from ..spec import jax_isolation as isolation
-from ..spec.evaluate import DIFFERENTIABLE
 from ..spec.jax_tracing import own_settings, varying, varying_like
+from ..spec.operands import DIFFERENTIABLE
 from ..spec.precision import DEFAULT
 from ..spec.probe import probe as spec_probe
 from ..spec.problem import Signature

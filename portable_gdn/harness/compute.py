@@ -17,9 +17,9 @@ from threadpoolctl import threadpool_limits
 
 from .. import dispatch, door
 from ..spec.errors import GdnError, bad
+from ..spec.operands import INPUT_DTYPES
 from ..spec.precision import PRECISIONS, Rounding
 from ..spec.problem import Backend, Problem
-from ..spec.rules import INPUT_DTYPES
 from ..spec.stages import STAGES
 from .cases import Case, Inputs, build, in_rows
 from .environment import environment

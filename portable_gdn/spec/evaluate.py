@@ -15,32 +15,15 @@ import numpy as np
 
 from . import chunkwise
 from .gates import activate_gate, gate_vjp, l2norm, l2norm_vjp, sigmoid
+from .operands import DIFFERENTIABLE, PER_TOKEN, one_token
 from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
 from .problem import Problem, Signature
 from .stages import Product, decay
 
 __all__ = [
-    "DIFFERENTIABLE", "FLOAT64", "AnotherOrder", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
+    "FLOAT64", "AnotherOrder", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
     "matmul",
 ]  # fmt: skip
-
-#: Operands that have a gradient.
-DIFFERENTIABLE = (
-    "q",
-    "k",
-    "v",
-    "qkv",
-    "g",
-    "beta",
-    "erase",
-    "write",
-    "initial_state",
-    "A_log",
-    "dt_bias",
-    "conv_weight",
-    "conv_bias",
-    "conv_state",
-)
 
 
 class Evaluation(NamedTuple):
@@ -109,7 +92,7 @@ def evaluate(
     raw = problem.operands
     x = {name: np.asarray(a).astype(dtype) for name, a in raw.items() if name in DIFFERENTIABLE}
     if s.step:
-        x = {name: a[:, None] if name in ("q", "k", "v", "g", "beta", "erase", "write") else a for name, a in x.items()}
+        x = one_token(x)
     if s.conv is not None:
         x["conv_weight"] = x["conv_weight"].reshape(s.conv.channels, s.conv.width)
     swap = (lambda a: np.swapaxes(a, -1, -2)) if s.state_layout == "vk" else (lambda a: a)
@@ -161,7 +144,7 @@ def evaluate(
     if s.step:
         o, sizes["o"] = o[:, 0], sizes["o"][:, 0]
         for table in (grads, sizes):
-            for name in ("q", "k", "v", "g", "beta", "erase", "write"):
+            for name in PER_TOKEN:
                 if name in table:
                     table[name] = table[name][:, 0]
     return Evaluation(o, swap(state), conv_state, grads, sizes)

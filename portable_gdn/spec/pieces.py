@@ -10,14 +10,12 @@ import array_api_compat
 import numpy as np
 
 from .errors import bad
+from .operands import WITH_TOKENS, at_tokens
 from .problem import Problem, Result
 from .stages import Array
 from .torch_tensors import on_host
 
 __all__ = ["run_by_pieces"]
-
-#: Operands with a time axis.
-WITH_TOKENS = ("q", "k", "v", "g", "beta", "erase", "write", "mask")
 
 Run = Callable[[Problem], Result]
 
@@ -40,7 +38,7 @@ def _rows(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
     state, outputs, states = x.get("initial_state"), [], []
     for begin in range(0, s.T, every):
         end = min(begin + every, s.T)
-        part = {name: a[:, begin:end] if name in WITH_TOKENS else a for name, a in x.items()}
+        part = at_tokens(x, slice(begin, end))
         if state is not None:
             part["initial_state"] = state
         piece = replace(s, T=end - begin, operands=tuple(part), output_final_state=True)

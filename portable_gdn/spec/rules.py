@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from .errors import GdnError, bad
+from .operands import GATES, OPERANDS
 from .precision import PRECISIONS
 from .problem import ConvKind, Meta, Options, Signature
 from .variants import Granularity, Variant
 
 __all__ = ["check_boundaries", "make_signature"]
-
-INPUT_DTYPES = ("float32", "bfloat16", "float16")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -39,10 +36,11 @@ def _rank(meta: Mapping[str, Meta], name: str, form: str) -> tuple[int, ...]:
     return shape
 
 
-def _dtype(meta: Mapping[str, Meta], names: tuple[str, ...], allowed: tuple[str, ...], note: str = "") -> None:
+def _dtype(meta: Mapping[str, Meta], *names: str) -> None:
     for name in names:
+        allowed = OPERANDS[name].dtypes
         if name in meta and meta[name].dtype not in allowed:
-            raise bad(name, f"of dtype {meta[name].dtype}", f"be one of {', '.join(allowed)}{note}")
+            raise bad(name, f"of dtype {meta[name].dtype}", f"be one of {', '.join(allowed)}")
 
 
 def make_signature(library: str, device: str, meta: Mapping[str, Meta], options: Options) -> Signature:
@@ -74,7 +72,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
     if "conv_state" in meta:
         assert conv is not None
         _expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
-        _dtype(meta, ("conv_state",), FLOATS)
+        _dtype(meta, "conv_state")
     if K < 1 or V < 1 or H < 1 or HV < 1:
         raise GdnError(
             f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1."
@@ -145,7 +143,7 @@ def _rule_dims(meta: Mapping[str, Meta], step: bool) -> tuple[tuple[int, int, in
 
 
 def _common_dtype(meta: Mapping[str, Meta], names: tuple[str, ...]) -> str:
-    _dtype(meta, names, INPUT_DTYPES)
+    _dtype(meta, *names)
     dtype = meta[names[0]].dtype
     for name in names[1:]:
         if meta[name].dtype != dtype:
@@ -161,7 +159,7 @@ def _mixer_dims(
     H = options.num_heads
     if not isinstance(H, int) or H < 1:
         raise bad("num_heads", repr(H), "be the number of key heads, a positive integer")
-    gates = [name for name in ("g", "beta", "erase", "write") if name in meta]
+    gates = [name for name in GATES if name in meta]
     if not gates:
         raise GdnError("g, beta, erase and write are all None; a mixer call needs one of them to know its value heads.")
     if len(meta[gates[0]].shape) < 3:
@@ -207,7 +205,7 @@ def _mixer_dims(
         )
     if "conv_bias" in meta:
         _expect(meta, "conv_bias", (channels,), "[channels]")
-    _dtype(meta, ("conv_weight", "conv_bias"), FLOATS)
+    _dtype(meta, "conv_weight", "conv_bias")
     if options.conv_activation not in (None, "silu"):
         raise bad("conv.activation", repr(options.conv_activation), "be 'silu' or None")
     return ConvKind(weight[-1], options.conv_activation, fused, channels), (B, T, H, HV, K, V), dtype
@@ -216,7 +214,7 @@ def _mixer_dims(
 def _decay(meta: Mapping[str, Meta], lead: tuple[int, ...], K: int, form: str) -> tuple[int, Granularity]:
     if "g" not in meta:
         return 0, Granularity.NONE
-    _dtype(meta, ("g",), FLOATS)
+    _dtype(meta, "g")
     shape = meta["g"].shape
     if len(shape) not in (len(lead), len(lead) + 1):
         raise bad("g", f"of shape {_shape(shape)}", f"have shape {form}], {form}, n] or {form}, K]")
@@ -237,7 +235,7 @@ def _write_gates(
         for other in ("erase", "write"):
             if other in meta:
                 raise GdnError(f"beta and {other} are both given; give beta alone, or erase and write without beta.")
-        _dtype(meta, ("beta",), FLOATS)
+        _dtype(meta, "beta")
         _expect(meta, "beta", lead, form + "]")
         return Granularity.HEAD, Granularity.HEAD
     found = []
@@ -245,7 +243,7 @@ def _write_gates(
         if name not in meta:
             found.append(Granularity.NONE)
             continue
-        _dtype(meta, (name,), FLOATS)
+        _dtype(meta, name)
         shape = tuple(meta[name].shape)
         if shape not in (lead, (*lead, channels)):
             raise bad(
@@ -264,15 +262,15 @@ def _sequences(meta: Mapping[str, Meta], B: int, T: int, step: bool) -> int:
     if "segment_ids" in meta:
         if "cu_seqlens" in meta:
             raise GdnError("cu_seqlens and segment_ids are both given; give one of them.")
-        _dtype(meta, ("segment_ids",), INTEGERS)
+        _dtype(meta, "segment_ids")
         _expect(meta, "segment_ids", (B, T), "[B, T]")
     if "mask" in meta:
-        _dtype(meta, ("mask",), ("bool",))
+        _dtype(meta, "mask")
         _expect(meta, "mask", (B, T), "[B, T]")
     if "cu_seqlens" not in meta:
         return B
     shape = _rank(meta, "cu_seqlens", "[N + 1]")
-    _dtype(meta, ("cu_seqlens",), INTEGERS)
+    _dtype(meta, "cu_seqlens")
     if B != 1:
         raise bad("cu_seqlens", f"given for B = {B} rows", "come with B = 1: packed sequences share one row")
     if shape[0] < 2:
@@ -281,7 +279,7 @@ def _sequences(meta: Mapping[str, Meta], B: int, T: int, step: bool) -> int:
 
 
 def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups: int) -> None:
-    _dtype(meta, ("A_log", "dt_bias"), FLOATS)
+    _dtype(meta, "A_log", "dt_bias")
     if options.gate is None:
         return
     if "g" not in meta:

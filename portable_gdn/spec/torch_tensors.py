@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .evaluate import DIFFERENTIABLE
+from .operands import DIFFERENTIABLE
 from .problem import Problem, Result
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...spec import torch_tensors
 from ...spec.errors import GdnError
-from ...spec.evaluate import DIFFERENTIABLE
+from ...spec.operands import DIFFERENTIABLE
 from ...spec.precision import Rounding
 from ...spec.problem import Problem, Result, Signature
 
