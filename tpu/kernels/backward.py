@@ -27,6 +27,7 @@ from .channel_gradients import HeadOperands, Solved, by_head, decay_factors, gra
 from .dot import KernelProduct
 from .gradients import chunk_gradients
 from .rows import Rows, gate_block, gates_by_token
+from .settings import pallas_call
 
 __all__ = ["RuleGradients", "backward"]
 
@@ -217,7 +218,7 @@ def backward(
         return pl.BlockSpec((1, p.heads, *rest), lambda h, c, t: (p.chunks - 1 - c, h, *(0,) * len(rest)))
 
     rows = lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)  # noqa: E731
-    dq, dk, dv, *dgates, dS0 = pl.pallas_call(
+    dq, dk, dv, *dgates, dS0 = pallas_call(
         partial(_kernel, p, stages, interpret is not False, tuple(kept)),
         name="gated_delta_rule_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
