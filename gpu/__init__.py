@@ -1,7 +1,7 @@
 """The GPU backend: flash-linear-attention's Triton kernels, and what they will take on a GPU (``portable_gdn.gpu``).
 
 from portable_gdn.gpu import compile_report
-print(compile_report(kernel, {"x": "*bf16", "n": "i32"}, arch="sm_90"))  # compiled here, without a GPU
+print(compile_report(kernel, {"x": "*bf16"}, sizes={"n": 4096}, arch="sm_90"))  # compiled here, without a GPU
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError
+from ..spec.undisturbed import undisturbed
 from .launching import without_other_libraries
 
 __all__ = ["VARIABLE", "chosen", "possible", "repair_imported", "start"]
@@ -204,11 +205,14 @@ def _test() -> None:
     from .interpreted_gather import probe
 
     rng = np.random.default_rng(0)
-    a, b = (torch.tensor(rng.integers(-4, 5, (16, 16)), dtype=torch.bfloat16) for _ in range(2))
-    out = torch.zeros(16, 16)
-    probe[(1,)](a, b, out)
-    expected = 3 * (a.float() @ b.float()) + 3  # a loop of three products, each plus its number
-    if not torch.equal(out, expected):
+    a, b = rng.integers(-4, 5, (2, 16, 16)).astype(np.float32)
+    with undisturbed(products=True):
+        bits = (torch.from_numpy((x.view(np.uint32) >> 16).astype(np.int16)).view(torch.bfloat16) for x in (a, b))
+        out = torch.from_numpy(np.zeros((16, 16), np.float32))
+        probe[(1,)](*bits, out)
+        found = out.numpy()
+    # A loop of three products, each plus its number; by numpy, which no setting of torch's makes round.
+    if not np.array_equal(found, 3 * (a @ b) + 3):
         raise GdnError(
             f"triton {triton.__version__} cannot be made to interpret FLA's kernels: "
             f"a bfloat16 product in a loop, whose result is known, comes out wrong; {WORKS} can."

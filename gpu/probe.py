@@ -17,6 +17,7 @@ queries are the keys that erase. Every part is in the dtype in which FLA stores 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def probe(problem: Problem) -> Stages:
 def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
     kind, C = family(s), chunk_size(s)
     ops = imported("fla.ops.utils")
-    base2 = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    base2 = 1 / math.log(2.0)
     g = x.g if kind.by_channel else x.g[..., 0].contiguous()
     G = ops.chunk_local_cumsum(g, chunk_size=C, scale=base2)
     compute = {"gdn": _gdn, "kda": _kda, "gdn2": _gdn2, "gla": _gla, "simple_gla": _simple_gla}[kind.name]

@@ -65,11 +65,77 @@ for work in (
         print(error)
 """
 
+MATMUL = """
+import triton
+import triton.language as tl
 
-def python(code, path, **environment):
+@triton.jit(do_not_specialize=["seed"])
+def matmul(a, b, c, M, N, K, stride, seed, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, K, BK):
+        k = first + tl.arange(0, BK)
+        x = tl.load(a + m[:, None] * K + k[None, :] * stride, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+        y = tl.load(b + k[:, None] * N + n[None, :], mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
+        total = tl.dot(x, y, total)
+    tl.store(c + m[:, None] * N + n[None, :], (total + seed).to(tl.bfloat16), mask=(m[:, None] < M) & (n[None, :] < N))
+"""
+
+SPECIALISED = """
+import json, sys, warnings
+warnings.simplefilter("error")  # Triton's own are not to be met by whoever asks for a report
+from kernels import matmul
+from portable_gdn.gpu import compile_report
+from portable_gdn.spec.errors import GdnError
+
+arrays = dict.fromkeys("abc", "*bf16")
+large = {"stride": 1, "seed": 16, "M": 4096, "N": 4096, "K": 4096}
+blocks = {"BM": 128, "BN": 128, "BK": 64}
+def of(signature, sizes=None, constants=blocks, arch="sm_90", num_warps=8, num_stages=3):
+    more = {"constants": constants, "arch": arch, "num_warps": num_warps, "num_stages": num_stages}
+    return compile_report(matmul, signature, sizes=sizes, **more)
+noted = {**arrays, **dict.fromkeys("MNK", "i32:16"), "stride": "i32:1", "seed": "i32"}
+reports = {
+    "any": of({**arrays, **dict.fromkeys("MNK", "i32"), "stride": "i32:1", "seed": "i32"}),
+    "noted": of(noted),
+    "noted arrays": of({**noted, **dict.fromkeys("abc", "*bfloat16:16")}),
+    "sizes": of(arrays, large),
+    "odd": of(arrays, {**large, "K": 4100}),
+    "too much": of(arrays, large, {"BM": 128, "BN": 256, "BK": 128}, num_stages=4),
+    "AMD": of(arrays, large, arch="gfx942", num_warps=4),
+}
+sentences = []
+for change in json.loads(sys.argv[1]):
+    given = {"signature": noted, "sizes": None, **change}
+    try:
+        of(**given)
+    except GdnError as error:
+        sentences.append(str(error))
+print(json.dumps([{name: {**r.as_dict(), "text": str(r)} for name, r in reports.items()}, sentences]))
+"""
+
+LAUNCHED = """
+import json, sys
+from portable_gdn.gpu.compiling import machine, targets, usage
+target = targets.target_named(sys.argv[1])
+machine.pretend(target)
+import torch
+from kernels import matmul
+found = []
+take = lambda name, config, compiled, log: found.append(usage.usage(compiled, log))
+with machine.compile_launches(take, False):
+    a, b, c = (torch.zeros(4096, 4096, dtype=torch.bfloat16) for _ in range(3))
+    for K in (4096, 4100):
+        matmul[(1,)](a, b, c, 4096, 4096, K, 1, 16, 128, 128, 64, num_warps=int(sys.argv[2]), num_stages=3)
+print(json.dumps(found))
+"""
+
+
+def python(code, path, *words, **environment):
     folders = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": folders, **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=env)
 
 
 def test_kernels_of_ones_own(tmp_path):
@@ -107,6 +173,78 @@ def test_kernels_of_ones_own(tmp_path):
         "fn is a builtin_function_or_method; it must be a function made by triton.jit.",
         "warps is given; it must be one of num_warps, num_stages, num_ctas, maxnreg.",
     ]
+
+
+WRONG = [  # a change of a request that is right, and what must be said of it
+    ({"signature": {"a": "bf16*"}}, "'bf16*'; it must be one of Triton's", "did you mean '*bf16'?"),
+    ({"signature": {"a": "*bf15:16"}}, "'*bf15:16'; it must be one of Triton's", "did you mean '*bf16:16'?"),
+    ({"signature": {"a": "torch.float32"}}, "'torch.float32'", "did you mean 'fp32'?"),
+    ({"signature": {"a": 3}}, "the type of 'a' in signature is 3; it must be one of Triton's", ""),
+    ({"signature": {"M": "i32:8"}}, "the type of 'M' in signature is 'i32:8'; it must end in :16 or :1", ""),
+    ({"signature": {"M": "fp32:16"}}, "a launch looks at integers and arrays alone", ""),
+    ({"signature": {"seed": "i32:16"}}, "the type of 'seed'", "do_not_specialize"),
+    ({"signature": {"c": None}}, "signature does not name 'c'; it must give a type to each parameter of matmul", ""),
+    ({"signature": {"N": None, "K": None}}, "signature does not name 'N' and 'K'", ""),
+    ({"signature": {"Mm": "i32"}}, "signature is given for 'Mm'", "did you mean 'M'?"),
+    ({"constants": {"BM": 128, "BK": 64}}, "constants does not name 'BN'; it must give a value", ""),
+    ({"constants": {"BM": 128, "BN": 128, "BK": 64, "M": 1}}, "M is given in constants and in signature", ""),
+    ({"sizes": {"M": 17}}, "sizes['M'] is 17; it must be divisible by 16, as its type in signature says", ""),
+    ({"sizes": {"M": 2**40}}, "must be an integer that fits into i32", ""),
+    ({"sizes": {"M": "many"}}, "sizes['M'] is 'many'; it must be a number", ""),
+    ({"sizes": {"a": 64}}, "sizes['a'] is given; it must be left out: 'a' is an array", ""),
+    ({"sizes": {"BQ": 64}}, "sizes is given for 'BQ'; it must name parameters of matmul", ""),
+]
+
+
+def request(change):
+    signature = {**dict.fromkeys("abc", "*bf16"), **dict.fromkeys("MNK", "i32:16"), "stride": "i32:1", "seed": "i32"}
+    signature = {name: kind for name, kind in {**signature, **change.get("signature", {})}.items() if kind is not None}
+    return {**change, "signature": signature}
+
+
+@pytest.mark.slow
+def test_a_report_takes_integers_as_a_launch_does(tmp_path):
+    (tmp_path / "kernels.py").write_text(MATMUL)
+    changes = json.dumps([request(change) for change, _, _ in WRONG])
+    done = python(SPECIALISED, tmp_path, changes, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    reports, sentences = json.loads(done.stdout)
+    found = {name: report["kernels"][0] for name, report in reports.items()}
+    # Three stages of 128 x 64 and 64 x 128 in 16 bits; without known divisors nothing can be copied ahead.
+    assert (found["any"]["shared"], found["any"]["copies"]) == (32_768, {})
+    for name in ("noted", "noted arrays", "sizes"):
+        assert found[name]["shared"] == 3 * 2 * 128 * 64 * 2 == 98_304
+        assert found[name]["copies"]["cp.async"] > 0
+        figures = ("registers", "matrix", "copies", "shared")
+        assert [found[name][f] for f in figures] == [found["sizes"][f] for f in figures]
+    assert found["odd"]["shared"] < found["sizes"]["shared"] or found["odd"]["copies"] != found["sizes"]["copies"]
+    assert found["too much"]["shared"] == 393_216 > found["too much"]["limit"] == 232_448
+    assert not found["too much"]["launches"]
+    assert "cannot launch" in reports["too much"]["text"]
+    assert "1 kernel: none does not compile, 1 wants more shared memory" in reports["too much"]["text"]
+
+    assert found["any"]["taken"]["M"].startswith("i32, any (a launch finds out whether 16 divides it")
+    assert found["noted"]["taken"]["M"] == "i32 divisible by 16"
+    assert found["sizes"]["taken"] == {
+        **dict.fromkeys("abc", "*bf16 divisible by 16"), **dict.fromkeys("MNK", "4096 (i32 divisible by 16)"),
+        "stride": "1, a constant", "seed": "16 (i32, any: the kernel says do_not_specialize)",
+    }  # fmt: skip
+    assert "taken for a, b, c: *bf16 divisible by 16; stride: 1, a constant;" in reports["sizes"]["text"]
+    assert found["AMD"]["taken"]["a"] == "*bf16 divisible by 16, of less than 2 GiB"
+
+    assert len(sentences) == len(WRONG)
+    for sentence, (_, words, more) in zip(sentences, WRONG, strict=True):
+        assert words in sentence
+        assert more in sentence
+
+    for arch, warps, name in (("sm_90", "8", "sizes"), ("gfx942", "4", "AMD")):
+        launched = python(LAUNCHED, tmp_path, arch, warps, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path / "c"))
+        assert launched.returncode == 0, launched.stderr
+        even, odd = json.loads(launched.stdout)
+        assert {f: found[name][f] for f in even} == even  # a launch's own specialisation
+        if arch == "sm_90":
+            assert {f: found["odd"][f] for f in odd} == odd
 
 
 def test_an_interpreting_process_cannot_compile(tmp_path):
@@ -203,3 +341,29 @@ def test_the_file_holds_every_architecture():
             phases = {name.split(":")[0] for name in kernels}
             assert {"gdn forward", "gdn backward", "kda forward", "kda backward", "gdn2 step forward"} <= phases
             assert not any("failed" in row for row in kernels.values())
+
+
+def test_the_tables_of_the_page_are_what_the_command_gives():
+    """The file on record was made with the page's command: heads, variants, first configurations."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "from-triton.md").read_text()
+    versions = json.loads((root / "benchmarks" / "gpu_compile.json").read_text())
+    (made_with,) = (name for name in versions if all(part in page.replace("\n", " ") for part in name.split(", ")))
+    kernels = versions[made_with]["sm_90"]
+    rows = 0
+    for section in page.split("\n## ")[1:5]:
+        variant, phase = ("gdn", "kda")["KDA" in section.splitlines()[0]], section.splitlines()[0].split()[-1]
+        for cells in (line.split(" | ") for line in section.splitlines() if line.startswith("| `")):
+            figures = [part.split(", ") for part in cells[2].split(" / ")]
+            names = cells[0].strip("|").split("`")[1::2]
+            if len(names) > 1 or not cells[2].strip() or len(figures[0]) < 2:
+                continue
+            name = names[0].lstrip("._")
+            (row,) = (row for key, row in kernels.items() if key.startswith(f"{variant} {phase}: ") and name in key)
+            registers, shared, *stored = figures[0]
+            assert row["registers"] == int(registers), names
+            bytes_ = float(shared.split()[0]) * (1024 if "KiB" in shared else 1)
+            assert 0 <= row.get("shared", 0) - bytes_ < 1024, names
+            assert row.get("spill_stores", 0) == int(*stored or [0]), names
+            rows += 1
+    assert rows > 15

@@ -19,6 +19,8 @@ class KernelReport(NamedTuple):
         spill_stores, spill_loads: bytes a thread (NVIDIA), or registers (AMD, where both are one number).
         shared: bytes a block. limit: the most there is.
         matrix: matrix instructions in the code, by kind.
+        copies: instructions that copy to shared memory while the code goes on, by kind.
+        taken: what it was compiled for, by parameter, where its caller named them.
         failed: why it does not compile, or None; all figures are then 0.
         phase: which part of a call launched it.
     """
@@ -32,6 +34,8 @@ class KernelReport(NamedTuple):
     shared: int = 0
     limit: int = 0
     matrix: Mapping[str, int] = {}
+    copies: Mapping[str, int] = {}
+    taken: Mapping[str, str] = {}
     failed: str | None = None
     phase: str = ""
 
@@ -56,7 +60,8 @@ class KernelReport(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**self._asdict(), "config": dict(self.config), "matrix": dict(self.matrix), "launches": self.launches}
+        tables = {name: dict(getattr(self, name)) for name in ("config", "matrix", "copies", "taken")}
+        return {**self._asdict(), **tables, "launches": self.launches}
 
 
 class CompileReport(NamedTuple):
@@ -89,19 +94,39 @@ class CompileReport(NamedTuple):
                 lines += ["", phase]
             config = " ".join(f"{name}={value}" for name, value in k.config.items())
             lines.append(f"  {k.name} ({config}){': ' + k.mark if k.mark else ''}")
+            if k.taken:
+                lines.append(f"    taken for {_grouped(k.taken)}")
             if k.failed is not None:
                 lines.append(f"    {k.failed}")
                 continue
             matrix = ", ".join(f"{n} {kind}" for kind, n in k.matrix.items()) or "none"
             spills = f"{k.spill_stores} stored, {k.spill_loads} loaded" if k.spills else "none"
+            copies = ", ".join(f"{n} {kind}" for kind, n in k.copies.items())
             lines.append(
                 f"    registers {k.registers}, stack {k.stack}, spills {spills}; "
                 f"shared {k.shared:,} of {k.limit:,}; matrix instructions {matrix}"
+                + (f"; asynchronous copies {copies}" if copies else "")
             )
+        return "\n".join([*lines, "", self._total()])
+
+    def _total(self) -> str:
         total = self.as_dict()["total"]
-        lines += [
-            "",
-            f"{total['kernels']} kernels: {total['do_not_compile']} do not compile, {total['cannot_launch']} want more "
-            f"shared memory than there is, {total['spill']} spill (stack, spills: bytes a thread, or registers on AMD)",
-        ]
-        return "\n".join(lines)
+        n, broken, large, spill = (total[x] for x in ("kernels", "do_not_compile", "cannot_launch", "spill"))
+        return (
+            f"{n} {'kernel' if n == 1 else 'kernels'}: {broken or 'none'} {_verb(broken, 'do', 'does')} not compile, "
+            f"{large or 'none'} {_verb(large, 'want', 'wants')} more shared memory than there is, "
+            f"{spill or 'none'} {_verb(spill, 'spill', 'spills')} (stack, spills: bytes a thread, or registers on AMD)"
+        )
+
+
+def _verb(n: int, many: str, one: str) -> str:
+    """ "none" takes the singular."""
+    return one if n < 2 else many
+
+
+def _grouped(taken: Mapping[str, str]) -> str:
+    """Parameters of which the same is said together."""
+    names: dict[str, list[str]] = {}
+    for name, said in taken.items():
+        names.setdefault(said, []).append(name)
+    return "; ".join(f"{', '.join(group)}: {said}" for said, group in names.items())

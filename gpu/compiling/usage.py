@@ -14,6 +14,10 @@ MATRIX = {  # what stands in the code for each kind of matrix instruction
     "cuda": {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"},
     "hip": {"mfma": "v_mfma", "wmma": "v_wmma"},
 }
+COPIES = {  # the same for copies to shared memory that the code does not wait for
+    "cuda": {"cp.async": r"cp\.async\.c[ag]\.", "TMA": r"cp\.async\.bulk\.tensor"},
+    "hip": {"loads to LDS": r"(?:buffer|global)_load_lds|buffer_load_\w+ .*\blds\b"},
+}
 
 
 class Log:
@@ -56,6 +60,7 @@ def _cuda(compiled: Any, log: str) -> dict[str, Any]:
         "spill_stores": stores,
         "spill_loads": loads,
         "matrix": _count(compiled.asm["ptx"], "cuda"),
+        "copies": _copies(compiled.asm["ptx"], "cuda"),
     }
 
 
@@ -69,10 +74,16 @@ def _hip(compiled: Any) -> dict[str, Any]:
         "spill_stores": spills,
         "spill_loads": spills,
         "matrix": _count(code, "hip"),
+        "copies": _copies(code, "hip"),
     }
 
 
 def _count(code: str, backend: str) -> dict[str, int]:
     found = {kind: code.count(text) for kind, text in MATRIX[backend].items()}
     found["of them tf32"] = len(re.findall(r"mma\S*\.tf32\.tf32|v_mfma\S*_xf32", code))
+    return {kind: n for kind, n in found.items() if n}
+
+
+def _copies(code: str, backend: str) -> dict[str, int]:
+    found = {kind: len(re.findall(pattern, code)) for kind, pattern in COPIES[backend].items()}
     return {kind: n for kind, n in found.items() if n}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError
+from ..spec.undisturbed import undisturbed
 from .recordings import FORMAT, VERSION, load
 from .tensor_file import TensorWriter
 
@@ -134,7 +135,7 @@ def capture(model: str, out_dir: Path) -> Path:
             raise GdnError(f"transformers {transformers.__version__} has no model {model}.") from error
 
         threads = torch.get_num_threads()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with undisturbed(products=True), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.set_num_threads(1)  # the order of additions, and so the bytes, may depend on the threads
             try:
                 first, step, layer = _run(model, modelling)

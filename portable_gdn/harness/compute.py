@@ -21,6 +21,7 @@ from ..spec.operands import INPUT_DTYPES
 from ..spec.precision import PRECISIONS, Rounding
 from ..spec.problem import Backend, Problem
 from ..spec.stages import STAGES
+from ..spec.undisturbed import undisturbed
 from .cases import Case, Inputs, build, in_rows
 from .environment import environment
 from .tensor_file import TensorFile, TensorWriter
@@ -146,6 +147,7 @@ def forget_programs() -> None:
         jax.clear_caches()
 
 
+@undisturbed()
 def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outcome:
     """One case, in this process; whatever the backend does becomes an outcome."""
     refused = Outcome(name, "refused", "", {}, {}, Rounding(), 0.0)

@@ -75,14 +75,14 @@ def _revision() -> str | None:
 def _torch(backend: Backend) -> dict[str, Any]:
     import torch
 
-    facts: dict[str, Any] = {"torch.float32_matmul_precision": torch.get_float32_matmul_precision()}
+    facts: dict[str, Any] = {"torch.float32_matmul_precision": _products_of_float32(torch)}
     if torch.cuda.is_available() and getattr(backend, "devices", ("cuda",)) != ("cpu",):
         driver = Path("/proc/driver/nvidia/version")
         facts |= {
             "device": f"{torch.cuda.get_device_name()}, compute capability {torch.cuda.get_device_capability()}",
             "driver": driver.read_text().splitlines()[0] if driver.is_file() else f"HIP {torch.version.hip}",
             "cuda": torch.version.cuda,
-            "torch.backends.cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+            "torch.backends.cuda.matmul.allow_tf32": _allows_tf32(torch),
         }
     if backend.name.startswith("fla"):
         facts["fla hands over to"] = [
@@ -91,6 +91,22 @@ def _torch(backend: Backend) -> dict[str, Any]:
             if importlib.util.find_spec(name) is not None and os.environ.get(switch) != "0"
         ]
     return facts
+
+
+def _products_of_float32(torch: Any) -> str:
+    """torch's one word for it; where it was set for one library alone, which torch has no word for, that."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        libraries = {name: getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")}
+        return ", ".join(f"{name} {kept}" for name, kept in libraries.items())
+
+
+def _allows_tf32(torch: Any) -> bool:
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # it was set by its newer name, and then must be read by it
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _jax() -> dict[str, Any]:

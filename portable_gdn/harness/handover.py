@@ -19,6 +19,7 @@ from .. import door
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
 from ..spec.problem import Backend
+from ..spec.undisturbed import undisturbed
 from .cases import Case, Inputs, build
 from .compute import as_json
 from .judge import allowance, by_head
@@ -71,6 +72,7 @@ def _part(inputs: Inputs, part: slice) -> dict[str, Any]:
     return {name: a[:, part] if name in _TOKENS else a for name, a in inputs.operands.items()}
 
 
+@undisturbed()
 def _run(backend: Backend, operands: Mapping[str, Any], options: Any) -> tuple[dict[str, np.ndarray], Rounding]:
     problem, _ = door.normalise(backend.from_numpy(operands), options, backend.name, check_values=True)
     result = door.run(problem, backend)

@@ -21,6 +21,7 @@ from .. import dispatch, door
 from ..spec.errors import GdnError
 from ..spec.evaluate import evaluate
 from ..spec.problem import Backend
+from ..spec.undisturbed import undisturbed
 from .cases import PACKED, TOKENS, Case, Inputs, build
 from .compute import computed
 from .judge import ILL_CONDITIONED, Expectation, allowance, by_head, judge
@@ -479,7 +480,7 @@ def hold(backend: Backend | str, name: str, case: Case) -> bool:
     if isinstance(backend, str):
         backend = dispatch.get(backend)
     try:
-        with np.errstate(all="ignore"):
+        with undisturbed():
             PROPERTIES[name](backend, case)
     except Refused:
         return False

@@ -82,5 +82,5 @@ def final_state(xp: Namespace, x: Array, place: Layout, state: Array | None, wid
             slot = xp.clip(width - 1 + position, 0, width - 2)
             before = state[every, slot]
             before = xp.where(place.restarted[:, None], xp.zeros_like(before), before)
-        rows.append(xp.where(inside[:, None], taken, before))
+        rows.append(xp.where(inside[:, None], xp.astype(taken, before.dtype), before))
     return xp.stack(rows, axis=1) if rows else xp.zeros((sequences, 0, x.shape[2]), dtype=x.dtype)

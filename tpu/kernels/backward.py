@@ -28,6 +28,7 @@ from .dot import KernelProduct
 from .gradients import chunk_gradients
 from .results import result_shapes
 from .rows import Rows, gate_block, gates_by_token
+from .settings import pallas_call
 
 __all__ = ["RuleGradients", "backward"]
 
@@ -218,7 +219,7 @@ def backward(
         return pl.BlockSpec((1, p.heads, *rest), lambda h, c, t: (p.chunks - 1 - c, h, *(0,) * len(rest)))
 
     rows = lambda width, of: jax.ShapeDtypeStruct((p.B, p.T, width), of)  # noqa: E731
-    dq, dk, dv, *dgates, dS0 = pl.pallas_call(
+    dq, dk, dv, *dgates, dS0 = pallas_call(
         partial(_kernel, p, stages, interpret is not False, tuple(kept)),
         name="gated_delta_rule_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -41,6 +41,7 @@ from . import stages as kernel_stages
 from .dot import KernelProduct
 from .results import result_shapes
 from .rows import Rows, gate_block
+from .settings import pallas_call
 
 __all__ = ["PROBED", "forward"]
 
@@ -164,7 +165,7 @@ def forward(
     given = [gate_block(p, a, n, tokens, column) for a, n in zip(gates, p.widths.given, strict=True)]
     states = pl.BlockSpec((1, p.heads, p.K, p.V), slot)
     inner = {name: shape for name, shape in _probe_shapes(p).items() if name in probe}
-    out = pl.pallas_call(
+    out = pallas_call(
         partial(_kernel, p, stages, tuple(inner)),
         name="gated_delta_rule_forward",
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -46,6 +46,7 @@ from . import channel_phases, inside
 from .halves import BF16, F32, C
 from .phases import Chunk, Gates, Part, Slot, placed, slot_shapes
 from .results import result_shapes
+from .settings import pallas_call
 
 __all__ = ["Channels", "GateOperands", "forward"]
 
@@ -378,7 +379,7 @@ def forward(
         outputs[f"{name}_kept"] = pl.BlockSpec((1, p.U, p.heads, *inner), place)
         shapes.append(jax.ShapeDtypeStruct((p.B, chunks, HV, *inner), of))
     slots = channel_phases.slot_shapes(p) if p.by_channel else slot_shapes(p)
-    o, final, *found = pl.pallas_call(
+    o, final, *found = pallas_call(
         partial(_kernel, p, (*prefetched, *operands, *outputs, *scratch)),
         name="gated_delta_rule_pipeline",
         grid_spec=pltpu.PrefetchScalarGridSpec(

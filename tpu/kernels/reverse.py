@@ -39,6 +39,7 @@ from ..reverse_plan import Reverse
 from .backward import RuleGradients
 from .halves import BF16, F32, LOG2E, PIECES, C, Parts, dot, exact_pieces, iota, pieces
 from .results import result_shapes
+from .settings import pallas_call
 
 __all__ = ["reverse"]
 
@@ -344,7 +345,7 @@ def reverse(
         "db": (shape((p.B, p.groups, p.heads, p.T), F32), gate),
         "dS_first": (shape(dS.shape, F32), state),
     }
-    out = pl.pallas_call(
+    out = pallas_call(
         partial(_kernel, p, (*operands, *results, "dSt")),
         name="gated_delta_rule_reverse",
         grid=(p.parts, p.entries),

@@ -1,0 +1,80 @@
+"""Self-tests, probes and proofs ask what a machine or a backend can do, not what the caller has set for a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+__all__ = ["undisturbed"]
+
+
+@contextmanager
+def undisturbed(products: bool = False) -> Iterator[None]:
+    """Within the block, or the function that it decorates, modes of the caller's have no say.
+
+    For torch, if it is imported: autocast, no_grad and inference mode, anomaly detection, the default dtype and the
+    default device. For JAX, if it is imported: ``jax_debug_nans``, ``jax_debug_infs``, leak checking, transfer guards,
+    the default device, strict promotion of dtypes and ranks. For numpy: what it does about overflow and the like.
+
+    Switches that choose how products are computed (TF32 and bfloat16 for float32, ``jax_default_matmul_precision``,
+    ``jax_enable_x64``, torch's deterministic mode) stay where a backend is judged: they are part of what it does, and
+    recordings name them.
+
+    Args:
+        products: torch's switches of that kind have no say either: products of float32 are IEEE's, and what is not
+            deterministic is no error. For self-tests and for recordings that others are held to.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(np.errstate(all="ignore"))
+        _torch(stack, products)
+        _jax(stack)
+        yield
+
+
+def _torch(stack: ExitStack, products: bool) -> None:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "autograd"):  # not there, or just being imported
+        return
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autograd.set_detect_anomaly(False))
+    for device in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float32)
+    stack.enter_context(torch.device("cpu"))
+    if products:
+        _products(stack, torch)
+
+
+def _products(stack: ExitStack, torch: Any) -> None:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+    torch.use_deterministic_algorithms(False)
+    backends = torch.backends
+    switches = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+    if not all(hasattr(switch, "fp32_precision") for switch in switches):  # before torch 2.9
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        return
+    for switch in switches:
+        stack.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
+        switch.fp32_precision = "ieee"
+
+
+def _jax(stack: ExitStack) -> None:
+    jax = sys.modules.get("jax")
+    if jax is None or not hasattr(jax, "transfer_guard"):
+        return
+    stack.enter_context(jax.debug_nans(False))
+    stack.enter_context(jax.debug_infs(False))
+    stack.enter_context(jax.check_tracer_leaks(False))
+    stack.enter_context(jax.transfer_guard("allow"))
+    stack.enter_context(jax.default_device(None))
+    stack.enter_context(jax.numpy_dtype_promotion("standard"))
+    stack.enter_context(jax.numpy_rank_promotion("allow"))
