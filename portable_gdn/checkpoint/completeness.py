@@ -28,7 +28,9 @@ __all__ = [
     "only_linear",
     "refuse_incomplete",
     "split_off_later_layers",
+    "told_kinds",
     "uneven",
+    "without_head",
 ]
 
 _LINEAR, _FULL, _DENSE, _EXPERTS, _EVERY, _MODEL = "linear", "full", "dense", "experts", "every", "model"
@@ -235,8 +237,13 @@ def absent(
     places: Mapping[Key, Place],
     sizes: Mapping[str, int],
     kinds: Kinds,
+    alone: Sequence[int] | None = None,
+    headless: bool = False,
 ) -> list[str]:
     """What is not there and must be, in words: names of tensors, or "layer 2 (all of it)".
+
+    ``alone`` are the only layers that there must be, and of them only the linear attention; None is a whole model.
+    ``headless``: whether it may be without its head, as ``without_head`` says.
 
     Raises:
         GdnError: something is there that the configuration rules out.
@@ -256,10 +263,9 @@ def absent(
                 f"config.json says {out[key.piece]}, and {place.bound.name} is there; configuration and tensors must "
                 f"agree."
             )
-    some = only_linear(config)
-    if bare or some is not None:
+    if bare or alone is not None:
         found = []
-        for layer in [0] if bare else some or []:
+        for layer in [0] if bare else alone or []:
             needed = rows.of(_LINEAR, True) - set(out)
             lacking = needed - _may_lack(family, config, layer, True, have.get(layer, set())) - have.get(layer, set())
             found += [rows.name(Key(piece, layer), True) for piece in sorted(lacking)]
@@ -267,7 +273,7 @@ def absent(
     found = []
     lacks = family.may_lack(config, -1, False)
     for piece in sorted(rows.of(_MODEL) - lacks - have.get(-1, set())):
-        if piece != "head" or not (tied(config, family.tied) or _without_head(dialect, config)):
+        if piece != "head" or not (headless or tied(config, family.tied)):
             found.append(rows.name(Key(piece), False))
     for layer in range(kinds.count):
         found += _layer(family, config, rows, layer, layer in kinds.linear, have.get(layer, set()), experts, sizes)
@@ -342,10 +348,10 @@ def _query(config: Mapping[str, Any], pieces: set[str], have: Collection[str]) -
     return pieces - ({"mla_q"} if low else _LOW_RANK_QUERY)
 
 
-def _without_head(dialect: Dialect, config: Mapping[str, Any]) -> bool:
-    """Whether these are the files of a model without a head, as transformers saves one."""
+def without_head(prefix: str, config: Mapping[str, Any]) -> bool:
+    """Whether these are a model without a head, as transformers saves one: under no prefix, or by its class."""
     kinds = config.get("architectures")
-    if dialect.prefix == "":
+    if prefix == "":
         return True
     return bool(kinds) and not any(re.search(r"(For[A-Z]\w+|LMHeadModel)$", str(kind)) for kind in kinds or ())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from . import provenance
-from .completeness import Kinds, absent, refuse_incomplete
+from .completeness import Kinds, absent, only_linear, refuse_incomplete, without_head
 from .configuration import text_config
 from .families import family_named
 from .reader import Checkpoint
@@ -148,15 +148,17 @@ def _check_whole(folder: Path, facts: dict[str, Any], port: Checkpoint) -> None:
     lacking = [name for name in facts["tensors"] if name not in port.where and name not in side]
     family = family_named(facts["family"])
     if not lacking and family is not None and not facts["settings"].get("lora"):
-        dialect, tree = jax_dialect(family), {rule for rule, names in facts["carried"].items() if rule not in side}
-        carried = {name for rule in tree for name in facts["carried"][rule]}
+        dialect = jax_dialect(family)
+        carried = {name for names in facts["carried"].values() for name in names}
         config = provenance.source_config(folder)
         inventory = {name: spec for name, spec in port.inventory.items() if name not in carried}
         places, _, sizes = bind(dialect, inventory, facts["sizes"], facts["block"], facts["linear_layers"])
         said = text_config(config).get("num_hidden_layers")
         count = said if isinstance(said, int) else 1 + max((key.layer for key in places), default=-1)
         kinds = Kinds(frozenset(facts["linear_layers"]), count)
-        lacking = absent(family, dialect, config, places, sizes, kinds)
+        bare = not any("layers." in name for name in facts["source"]["tensors"])
+        headless = without_head(facts["prefix"], config)
+        lacking = absent(family, dialect, config, places, sizes, kinds, [0] if bare else only_linear(config), headless)
     refuse_incomplete(str(folder), facts["family"], lacking)
 
 

@@ -12,14 +12,19 @@ from .completeness import (
     absent,
     attention_of_fla,
     layer_kinds,
+    only_linear,
     refuse_incomplete,
     split_off_later_layers,
+    told_kinds,
     uneven,
+    without_head,
 )
 from .configuration import check_config, check_mixer, check_sizes, text_config
 from .dtypes import FLOAT8, WIDE
 from .families import ALL, VISION, Family, Mixer, family_named
+from .identity import model_types, no_linear_layer, refuse_other_adapters, unknown_model
 from .lora import PREFIX, is_adapter, with_factors
+from .quantised import quantisation, refuse_quantised
 from .reader import Checkpoint
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
 
@@ -53,6 +58,11 @@ class Read:
         return any(key.piece.endswith("#A") for key in self.places)
 
     @property
+    def bare(self) -> bool:
+        """Whether it is a layer alone, outside a model."""
+        return any(place.bound.entry.layer >= 0 for place in self.places.values())
+
+    @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
         return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
@@ -78,35 +88,53 @@ def _unread(family: Family, names: Sequence[str]) -> int:
 
 
 def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Family, tuple[str, ...]]:
-    """The family whose table reads the checkpoint, told by its tensors; config.json decides where several do.
+    """The family that a checkpoint is of: what config.json says, if the tensors agree, or what they show.
+
+    Names of tensors alone prove nothing: a plain Llama's are among those of many families. A layer of linear attention
+    whose names a family's table knows does, where config.json says that the model is of a family that is known here;
+    where it says something else, ``named`` must say what it is.
 
     Raises:
-        GdnError: none does; the sentence names what the nearest one cannot read.
+        GdnError: it is of none, or of one that is not known; the sentence says what it is, and what is known.
     """
     names = list(checkpoint.where)
     if named is not None:
         family = family_named(named)
         if family is None:
             raise bad("--family", repr(named), f"be one of {', '.join(f.name for f in ALL)}")
+        _must_be_linear(checkpoint, family)
         return family, ()
-    said = checkpoint.config.get("model_type")
-    promised = family_named(said) if isinstance(said, str) else None
+    said = model_types(checkpoint.config)
+    promised = next((family for family in map(family_named, said) if family is not None), None)
     order = sorted(ALL, key=lambda family: family is not promised)
+    if promised is None:
+        fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]
+        raise unknown_model(checkpoint.folder, checkpoint.config, names, fits)
     left = {family.name: _unread(family, names) for family in order}
     best = min(order, key=lambda family: left[family.name])
-    if promised is not None and left[promised.name] == left[best.name]:
-        return promised, ()
-    if left[best.name] == 0:
-        return best, (f"config.json says model_type {said}; the tensors are those of {best.title}, and are read so",)
-    if promised is not None and left[best.name] > 0:
-        best = promised
-    if left[best.name] == len(names):
+    if left[promised.name] > left[best.name] == 0 and _has_decay(best, names):
+        return best, (f"config.json says model_type {said[0]}; the tensors are those of {best.title}, and are read so",)
+    if left[promised.name] == len(names):
         raise GdnError(
-            f"{checkpoint.folder} holds no model that is known here (model_type {said}); its tensors must be "
-            f"those of one of "
-            f"{', '.join(f.title for f in ALL)}."
+            f"{checkpoint.folder} is of model_type {said[0]}, and none of its tensors ({_some(names)}) has a name that "
+            f"{promised.title}'s have."
         )
-    return best, ()
+    _must_be_linear(checkpoint, promised)
+    return promised, ()
+
+
+def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
+    """A model without a layer of linear attention is of no family here, unless its configuration says just that."""
+    names = list(checkpoint.where)
+    if not is_adapter(names) and not _has_decay(family, names) and not told_kinds(checkpoint.config)[0]:
+        raise no_linear_layer(checkpoint.folder, checkpoint.config, names)
+
+
+def _has_decay(family: Family, names: Sequence[str]) -> bool:
+    """Whether a tensor is there that only layers of linear attention have, by a family's table: their decay."""
+    dialect = Dialect(family.name, family.table, _prefix(family, names))
+    decays = {"A_log", "A_log_2"}
+    return any(decays & set(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
 def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
@@ -117,6 +145,7 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
     """
     names = list(checkpoint.where)
     adapter = is_adapter(names)
+    refuse_other_adapters(checkpoint.folder, names)
     if adapter != (base is not None):
         raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
     check_config(checkpoint.config if base is None else base)
@@ -131,7 +160,9 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
     config = checkpoint.config
     carried, inventory = _carried(found, dialect, checkpoint)
     block = _block(config)
-    known = found.dims(checkpoint.config)
+    unread = [name for name in inventory if not dialect.rows(name)[0]]
+    refuse_quantised(checkpoint.folder, config, inventory, unread)
+    known = found.dims(config)
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
             raise bad(f"config.json's {MEANING.get(dim, dim)}", size, "be a positive whole number")
@@ -146,7 +177,8 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
     check_mixer(found, config)
     check_sizes(found, config, places, sizes)
     if kinds is not None:
-        lacking = absent(found, dialect, config, places, sizes, kinds)
+        headless = without_head(prefix, config)
+        lacking = absent(found, dialect, config, places, sizes, kinds, only_linear(config), headless)
         parts: dict[str, int | None] = {
             rule.name: kinds.count if rule.every else None for rule in found.rules if rule.tree
         }
@@ -186,8 +218,7 @@ def _carried(
 
 def _block(config: Mapping[str, Any]) -> int | None:
     """Rows and columns that share a scale, where the configuration says that weights are quantised in blocks."""
-    quantised = text_config(config).get("quantization_config") or config.get("quantization_config") or {}
-    block = quantised.get("weight_block_size")
+    block = quantisation(config).get("weight_block_size")
     if block is None:
         return None
     if not isinstance(block, list) or len(set(map(str, block))) != 1 or len(block) != 2:
