@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
+from .beside import Beside
 from .completeness import Kinds, absent
 from .dtypes import FLOAT8, FLOATS
 from .families import family_named
@@ -50,6 +51,19 @@ class Plan:
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
     dequantised: dict[str, str] = field(default_factory=dict)  # weight: its scales
     settings: dict[str, Any] = field(default_factory=dict)
+    beside: list[Beside] = field(default_factory=list)
+    left: tuple[str, ...] = ()  # sentences on what of the source's folder is not carried
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is layers of another family, or without their model: then they have a config.json of their own."""
+        family = self.settings.get("family")
+        return family is not None and (family != self.read.family.name or self.read.bare) and not self.read.adapter
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was done that nobody asked for."""
+        return (*self.read.notes, *(file.note for file in self.beside if file.note), *self.left)
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +77,7 @@ class Plan:
         for name, path in source.files.items():
             stat = path.stat()
             facts.append([name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(source.headers[name].raw).hexdigest()])
+        facts += [[file.name, file.size, file.path.stat().st_mtime_ns] for file in self.beside]
         facts += [[o.name, o.spec.dtype, o.spec.shape, o.sources] for o in (*self.outputs, *self.side)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
