@@ -13,6 +13,7 @@ from .completeness import (
     attention_of_fla,
     layer_kinds,
     only_linear,
+    parts_lacking,
     refuse_incomplete,
     split_off_later_layers,
     told_kinds,
@@ -22,6 +23,7 @@ from .completeness import (
 from .configuration import check_config, check_mixer, check_sizes, text_config
 from .dtypes import FLOAT8, WIDE
 from .families import ALL, VISION, Family, Mixer, family_named
+from .families.family import MIXER_PIECES
 from .identity import model_types, no_linear_layer, refuse_other_adapters, unknown_model
 from .lora import PREFIX, is_adapter, with_factors
 from .quantised import quantisation, refuse_quantised
@@ -131,10 +133,11 @@ def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
 
 
 def _has_decay(family: Family, names: Sequence[str]) -> bool:
-    """Whether a tensor is there that only layers of linear attention have, by a family's table: their decay."""
+    """Whether a tensor is there that, by a family's table, linear attention has and plain attention never: a decay, a
+    convolution, a gate of rank r."""
     dialect = Dialect(family.name, family.table, _prefix(family, names))
-    decays = {"A_log", "A_log_2"}
-    return any(decays & set(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
+    proof = MIXER_PIECES - {"q", "k", "v", "z", "out"}
+    return any(not proof.isdisjoint(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
 def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
@@ -185,7 +188,9 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         parts[VISION] = (config.get("vision_config") or {}).get("depth")
         for rule, group, _ in carried:
             lacking += uneven(group, parts[rule]) if rule in parts else []
-        refuse_incomplete(str(checkpoint.folder), found.title, lacking, checkpoint.hint)
+            for whole in found.rules:
+                lacking += parts_lacking(whole, dialect, group) if whole.name == rule else []
+        refuse_incomplete(str(checkpoint.folder), found.title, list(dict.fromkeys(lacking)), checkpoint.hint)
     return Read(checkpoint, found, dialect, places, sizes, carried, block, notes)
 
 
