@@ -68,8 +68,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees and layers were compared at all."""
-        return not self.wrong and self.unrun is None and bool(self.findings) and all(f.ok for f in self.findings)
+        """Whether everything agrees and layers of ours were compared at all."""
+        ran = any(f.layer is not None for f in self.findings)
+        return not self.wrong and self.unrun is None and ran and all(f.ok for f in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; an error that is not finite becomes null."""
