@@ -93,7 +93,7 @@ _SETTINGS: dict[str, _Kind] = {
 _INSIDE = ("text_config", "linear_attn_config", "attn")
 
 
-def check_config(config: Mapping[str, Any], under: str = "config.json's ") -> None:
+def check_config(config: Mapping[str, Any], under: str = "config.json's ", depth: int = 3) -> None:
     """Check the kinds of the settings that are read, wherever they may stand; others are nobody's business here.
 
     Raises:
@@ -105,8 +105,8 @@ def check_config(config: Mapping[str, Any], under: str = "config.json's ") -> No
     for key in _INSIDE:
         inner = config.get(key)
         for part in inner if isinstance(inner, list) else [inner]:
-            if isinstance(part, Mapping):
-                check_config(part, f"{under}{key}.")
+            if isinstance(part, Mapping) and depth:
+                check_config(part, f"{under}{key}.", depth - 1)
     layers = config.get("num_hidden_layers")
     for key in ("layer_types", "mlp_layer_types"):
         kinds = config.get(key)

@@ -112,6 +112,9 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     if promised is None:
         fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]
         raise unknown_model(checkpoint.folder, checkpoint.config, names, fits)
+    if not _unread(promised, names):
+        _must_be_linear(checkpoint, promised)
+        return promised, ()
     left = {family.name: _unread(family, names) for family in order}
     best = min(order, key=lambda family: left[family.name])
     if left[promised.name] > left[best.name] == 0 and _has_decay(best, names):

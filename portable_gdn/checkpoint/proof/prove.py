@@ -98,8 +98,8 @@ def _quiet(what: str, done: int, of: int) -> None:
 
 
 def check(
-    port: Path,
-    source: Path | None = None,
+    port: str | Path,
+    source: str | Path | None = None,
     *,
     backends: Sequence[str] = ("xla",),
     progress: Callable[[str, int, int], None] = _quiet,
@@ -117,8 +117,9 @@ def check(
     Raises:
         GdnError: the port or the source cannot be read.
     """
+    port = Path(port)
     record, facts = provenance.read_record(port)
-    source = Path(facts["source"]["path"]) if source is None else source
+    source = Path(facts["source"]["path"] if source is None else source)
     report = Report(str(port), str(source))
     _check_bytes(report, port, source, progress)
     if facts["target"] not in TREES:
