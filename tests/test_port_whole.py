@@ -142,6 +142,7 @@ def test_what_may_be_absent():
     [
         ({"layer_types": ["linear_attention"] * 4}, "layer 3 has linear attention, and .*self_attn"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types says that layer 0 has full attention"),
+        ({"full_attention_interval": 7}, "full_attention_interval says that layer 3 has linear attention"),
         ({"full_attention_interval": 2}, "full_attention_interval says that layer 1 has full attention"),
         ({"hidden_size": 128}, "hidden_size is 128, and .* by which it is 64"),
         ({"vocab_size": 512}, "vocab_size is 512"),
@@ -455,6 +456,12 @@ def test_a_model_type_that_is_not_known_must_be_explained():
         ("quantization_config", "fp8", "be an object"),
         ("linear_attn_config", [1], "be an object"),
         ("linear_attn_config", {"kda_layers": "1,2"}, "be a list of whole numbers"),
+        ("expand_v", "1", "be a number"),
+        ("use_gate", None, "be true or false"),
+        ("kda_lower_bound", None, "be a number"),
+        ("linear_attn_config", {"num_heads": "4"}, "be a positive whole number"),
+        ("attn", {"layers": "1"}, "be a list of whole numbers"),
+        ("architectures", "Qwen3_5ForCausalLM", "be a list of strings"),
         ("attn", "none", "be an object or a list of objects"),
         ("mlp_only_layers", "0", "be a list of whole numbers"),
     ],
@@ -467,6 +474,16 @@ def test_settings_of_another_type_are_a_sentence(key, value, must):
     nested = {"model_type": "qwen3_5", "text_config": {**found["config"], key: value}}
     if key != "text_config":
         assert f"text_config.{key}" in refused(found["tensors"], nested)
+
+
+def test_settings_that_are_null_are_not_said():
+    found = facts("fla_gated_deltanet_ungated")
+    config = {**found["config"], "expand_v": None, "num_v_heads": None, "output_gate_activation": None, "attn": None}
+    assert read(Headers(found["tensors"], config)).sizes["Dv"] == 32  # as FLA's own default has it
+    found = facts("qwen3_5_conditional")
+    for depth in ("1", None, 2**40, []):
+        config = {**found["config"], "vision_config": {"depth": depth}}
+        read(Headers(found["tensors"], config))
 
 
 def test_a_byte_order_mark_is_read_and_given_back(tmp_path):

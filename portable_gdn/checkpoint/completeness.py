@@ -98,8 +98,9 @@ def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
         return {n: n not in full for n in range(count)}, "attn"
     for key in ("full_attention_interval", "layer_group_size"):
         step = config.get(key)
-        if isinstance(step, int) and step > 0:  # of layers after the last whole group, programs think differently
-            return {n: bool((n + 1) % step) for n in range(count - count % step)}, key
+        if isinstance(step, int) and step > 0:
+            rest = count % step if key == "layer_group_size" else 0  # of such a rest programs think differently
+            return {n: bool((n + 1) % step) for n in range(count - rest)}, key
     return {}, ""
 
 

@@ -35,6 +35,8 @@ _FEW: _Kind = (lambda x: x is None or (_whole(x) and 0 < x <= 10**4), "be a posi
 _SOME: _Kind = (lambda x: x is None or (_whole(x) and 0 <= x <= 10**5), "be a whole number, at most 100000")
 _EPS: _Kind = (lambda x: _number(x) and x > 0, "be a positive number")
 _NUMBER: _Kind = (lambda x: x is None or _number(x), "be a number")
+_REAL: _Kind = (_number, "be a number")
+_SWITCH: _Kind = (lambda x: isinstance(x, bool), "be true or false")
 _FLAG: _Kind = (lambda x: x is None or isinstance(x, bool), "be true or false")
 _TEXT: _Kind = (lambda x: x is None or isinstance(x, str), "be a string")
 _TEXTS: _Kind = (
@@ -75,12 +77,14 @@ _SETTINGS: dict[str, _Kind] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), _SOME),
     **dict.fromkeys(("rms_norm_eps", "norm_eps"), _EPS),
     **dict.fromkeys(
-        ("expand_v", "lower_bound", "gate_lower_bound", "linear_lower_bound", "kda_lower_bound"), _NUMBER
+        ("expand_v", "lower_bound", "gate_lower_bound", "linear_lower_bound"), _NUMBER
     ),
+    "kda_lower_bound": _REAL,
+    **dict.fromkeys(("use_gate", "use_short_conv", "kda_safe_gate", "linear_allow_neg_eigval"), _SWITCH),
     **dict.fromkeys(
         (
-            "tie_word_embeddings", "use_gate", "use_short_conv", "conv_bias", "safe_gate", "kda_safe_gate",
-            "allow_neg_eigval", "linear_allow_neg_eigval", "qkv_bias", "qk_norm", "attention_bias",
+            "tie_word_embeddings", "conv_bias", "safe_gate", "allow_neg_eigval", "qkv_bias", "qk_norm",
+            "attention_bias",
         ),
         _FLAG,
     ),
