@@ -57,8 +57,8 @@ class Operand(NamedTuple):
     gate: bool = False
 
 
-#: Every operand of every call. A rule has q, k and v; a mixer these or qkv, and the convolution's. Without beta there are
-#: erase and write, one of them, or neither (``variants.py``).
+#: Every operand of every call. A rule has q, k and v; a mixer these or qkv, and the convolution's. Without beta there
+#: are erase and write, one of them, or neither (``variants.py``).
 OPERANDS: dict[str, Operand] = {
     operand.name: operand
     for operand in (

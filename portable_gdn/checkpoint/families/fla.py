@@ -79,7 +79,9 @@ def _dims(config: Config) -> dict[str, int]:
     if isinstance(n, int) and n > 0:
         found["Hk"], found["R"] = n, (config.get("num_v_heads") or n) // n
     if isinstance(d, int):
-        found["Dk"], found["Dv"] = d, int(d * config.get("expand_v", _EXPAND.get(config.get("model_type", ""), 1)))
+        expand = config.get("expand_v")
+        expand = _EXPAND.get(config.get("model_type", ""), 1) if expand is None else expand
+        found["Dk"], found["Dv"] = d, int(d * expand)
     attention = config.get("attn")
     first = attention[0] if isinstance(attention, list) and attention else attention
     if isinstance(first, dict):
@@ -95,7 +97,7 @@ _EXPAND = {"gated_deltanet": 2}
 def _mixer(kind: str) -> object:
     def settings(config: Config) -> Mixer:
         sizes = _dims(config)
-        gate = config.get("output_gate_activation", "swish") if kind == "gdn" else "sigmoid"
+        gate = (config.get("output_gate_activation") or "swish") if kind == "gdn" else "sigmoid"
         if kind == "gdn" and not config.get("use_gate", True):
             gate = None
         return Mixer(
@@ -113,8 +115,44 @@ def _mixer(kind: str) -> object:
     return settings
 
 
+def _attention(config: Config, layer: int) -> Config:
+    """The settings of a layer of full attention; those of all where the layer is not named."""
+    found = config.get("attn")
+    parts = [part for part in (found if isinstance(found, list) else [found]) if isinstance(part, dict)]
+    return next((part for part in parts if layer in (part.get("layers") or ())), parts[0] if len(parts) == 1 else {})
+
+
+def _may_lack(config: Config, layer: int, linear: bool) -> frozenset[str]:
+    found: list[str] = [] if config.get("conv_bias") else ["conv_q_bias", "conv_k_bias", "conv_v_bias"]
+    attention = _attention(config, layer)
+    found += [] if attention.get("qkv_bias") else ["attn_q_bias", "attn_k_bias", "attn_v_bias"]
+    found += [] if attention.get("qk_norm") else ["attn_q_norm", "attn_k_norm"]
+    return frozenset(found)
+
+
+def _ruled_out(config: Config) -> dict[str, str]:
+    found = {}
+    if config.get("use_short_conv") is False:
+        found.update(dict.fromkeys(("conv_q", "conv_k", "conv_v"), "use_short_conv = false"))
+        found.update(dict.fromkeys(("conv_q_bias", "conv_k_bias", "conv_v_bias"), "use_short_conv = false"))
+    if config.get("use_gate") is False:
+        found["z"] = "use_gate = false"
+    return found
+
+
 def _family(name: str, title: str, types: tuple[str, ...], kind: str, rows: tuple[Entry, ...], *rules: Rule) -> Family:
-    return Family(name, title, types, (*rows, *_REST), _dims, _mixer(kind), rules)  # type: ignore[arg-type]
+    return Family(
+        name,
+        title,
+        types,
+        (*rows, *_REST),
+        _dims,
+        _mixer(kind),  # type: ignore[arg-type]
+        rules,
+        may_lack=_may_lack,
+        ruled_out=_ruled_out,
+        conv_activation=False,
+    )
 
 
 GATED_DELTANET = _family(

@@ -15,6 +15,7 @@ from .family import (
     FUSED_EXPERTS,
     MODEL,
     NORMS,
+    SAYS,
     Config,
     Family,
     Mixer,
@@ -25,7 +26,7 @@ from .family import (
     shared,
 )
 
-__all__ = ["GDN_SHARED", "QWEN3_5", "QWEN3_NEXT", "SPLIT", "qwen_dims", "qwen_mixer"]
+__all__ = ["GDN_SHARED", "QWEN3_5", "QWEN3_NEXT", "QWEN_SAYS", "SPLIT", "qwen_dims", "qwen_mixer"]
 
 LAYER = "model.layers.{i}."
 
@@ -60,6 +61,8 @@ REST = (
 ONE_BY_ONE = entries(EXPERTS, LAYER + "mlp.experts.{e}.")
 FUSED = entries(FUSED_EXPERTS, LAYER + "mlp.experts.")
 
+QWEN_SAYS = {**SAYS, "D": ("head_dim",), "S": ("shared_expert_intermediate_size",)}
+
 CENTRED = ("norm_1", "norm_2", "final_norm", "attn_q_norm", "attn_k_norm")
 
 
@@ -92,7 +95,32 @@ def qwen_mixer(config: Config) -> Mixer:
 
 
 MTP = Rule("multi-token prediction", r"mtp\..*")
-VISION = Rule("vision", r"model\.visual\..*|visual\..*")
+_BOTH = (".weight", ".bias")
+VISION = Rule(
+    "vision",
+    r"model\.visual\..*|visual\..*",
+    whole=(
+        (
+            r"(model\.)?visual\.",
+            (
+                "pos_embed.weight",
+                *(
+                    f"{n}{end}"
+                    for n in ("patch_embed.proj", "merger.norm", "merger.linear_fc1", "merger.linear_fc2")
+                    for end in _BOTH
+                ),
+            ),
+        ),
+        (
+            r"(model\.)?visual\.blocks\.\d+\.",
+            tuple(
+                f"{n}{end}"
+                for n in ("attn.proj", "attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2", "norm1", "norm2")
+                for end in _BOTH
+            ),
+        ),
+    ),
+)
 
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -109,6 +137,7 @@ QWEN3_NEXT = Family(
     qwen_mixer,
     rules=(MTP,),
     zero_centred=CENTRED,
+    says=QWEN_SAYS,
 )
 
 QWEN3_5 = Family(
@@ -121,4 +150,5 @@ QWEN3_5 = Family(
     rules=(MTP, VISION),
     prefixes=("model.language_model.", "model."),
     zero_centred=CENTRED,
+    says=QWEN_SAYS,
 )
