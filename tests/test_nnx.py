@@ -270,11 +270,3 @@ def test_a_layer_may_be_overwritten_after_the_call_and_be_static():
     x[...] = 7
     assert np.array_equal(y, layer(np.ones((1, 5, 8), np.float32))[0])
     assert hash(nnx.split(layer)[0]) == hash(nnx.split(layer)[0])
-
-
-def test_old_names_still_import():
-    from portable_gdn import layers
-
-    with pytest.warns(DeprecationWarning, match=r"portable_gdn\.layers now"):
-        from portable_gdn.tpu.integrations.nnx import GatedDeltaNet as Old
-    assert Old is layers.GatedDeltaNet

@@ -35,7 +35,7 @@ import numpy as np
 from torchax.interop import jax_view
 import portable_gdn as pg
 from portable_gdn import dispatch
-from portable_gdn.tpu.integrations.torchax import Torchax
+from portable_gdn.integrations.torchax import Torchax
 dispatch.register_backend(Torchax("torchax-interpret", "pallas-interpret"))
 torch.manual_seed(0)
 

@@ -19,8 +19,8 @@ import inspect, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from portable_gdn.gpu.integrations import MODELS, patch_transformers
-from portable_gdn.gpu.integrations.transformers import _RULES
+from portable_gdn.integrations import MODELS, patch_transformers
+from portable_gdn.integrations.transformers import _RULES
 from portable_gdn.harness.capture import _MODELS
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from functools import cache, cached_property
-from importlib import metadata
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ..backends.xla_backend import BACKEND as XLA
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
@@ -31,17 +31,8 @@ _FORWARD = ("q", "k", "S", "A", "T", "R", "Aqk", "Vn")
 _BACKWARD = ("dO", "dS", "dVn", "X", "dA")
 
 
-@cache
-def _xla() -> Any:
-    """The xla backend, found as the dispatcher finds it: packages beside this one are not imported from here."""
-    for entry in metadata.entry_points(group="portable_gdn.backends"):
-        if entry.name == "xla":
-            return entry.load()
-    raise GdnError("backend 'xla' is not installed; gradients of 'pallas' come from it.")
-
-
 def _by_xla(s: Signature, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return tuple(_xla().run(Problem(s, operands)))
+    return tuple(XLA.run(Problem(s, operands)))
 
 
 class Pallas:
@@ -128,7 +119,7 @@ class Pallas:
 
         s, x = problem
         if s.packed:
-            return _xla().run_with_states(problem, every)
+            return XLA.run_with_states(problem, every)
         args = s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, every, x
         out, states = compute_with_states(*args)
         return Result(*out), states

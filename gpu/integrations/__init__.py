@@ -1,19 +1,5 @@
-"""What joins other libraries to our call on GPUs, and on any device that torch has."""
+"""The old name of ``portable_gdn.integrations``."""
 
-from __future__ import annotations
+from portable_gdn.renamed import moved
 
-from typing import Any
-
-__all__ = ["MODELS", "patch_transformers"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from . import transformers
-
-        return getattr(transformers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__ = moved("portable_gdn.gpu.integrations", "portable_gdn.integrations")

@@ -1,16 +1,5 @@
-"""The old name of ``portable_gdn.layers``, which is not for TPUs alone."""
+"""The old name of ``portable_gdn.layers``."""
 
-from __future__ import annotations
+from portable_gdn.renamed import moved
 
-import importlib
-import warnings
-from typing import Any
-
-_NAMES = ("GatedDeltaNet", "GatedDeltaNet2", "GatedNorm", "KimiDeltaAttention", "ShortConvolution")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("portable_gdn.tpu.integrations.nnx is called portable_gdn.layers now.", DeprecationWarning, 2)
-    return getattr(importlib.import_module("portable_gdn.layers"), name)
+__getattr__ = moved("portable_gdn.tpu.integrations.nnx", "portable_gdn.layers")
