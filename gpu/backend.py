@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..spec import torch_tensors
+from ..spec.backend import Backend
 from ..spec.precision import OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
@@ -46,14 +47,13 @@ KNOWN = {
 }
 
 
-class Fla:
-    """The backend object; see ``spec.problem.Backend``."""
+class Fla(Backend):
+    """FLA's operations on a GPU."""
 
     name = "fla"
     libraries = ("torch",)
     auto = True
     priority = 10
-    slow = False
     devices: tuple[str, ...] = ("cuda", "xpu")
     derived_stages = ("scores",)
 
@@ -112,10 +112,6 @@ class Fla:
         import torch
 
         return "cuda" if torch.cuda.is_available() else "xpu"
-
-    def to_numpy(self, array: Any) -> Any:
-        """The contents of a tensor."""
-        return torch_tensors.to_numpy(array)
 
     def rounding(self, s: Signature) -> Rounding:
         """FLA stores states, inverse and what it writes in the inputs' dtype, and casts scores to it before products.

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
         gated_delta_rule_step,
     )
     from .dispatch import register_backend
+    from .spec.backend import Backend
     from .spec.errors import GdnError
+    from .spec.precision import Rounding
+    from .spec.problem import Problem, Result, Signature
     from .watching import watch
 
 __version__ = "0.1.0"
@@ -42,16 +45,24 @@ _HOME = {
         "api",
     ),
     "register_backend": "dispatch",
+    "Backend": "spec.backend",
     "GdnError": "spec.errors",
+    "Rounding": "spec.precision",
+    **dict.fromkeys(("Problem", "Result", "Signature"), "spec.problem"),
     "watch": "watching",
 }
 
 __all__ = [
+    "Backend",
     "BoundedGate",
     "GdnError",
     "MixerState",
+    "Problem",
+    "Result",
+    "Rounding",
     "RuleStates",
     "ShortConv",
+    "Signature",
     "SoftplusGate",
     "__version__",
     "explain",

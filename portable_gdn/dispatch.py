@@ -6,8 +6,9 @@ import os
 from importlib import metadata
 from typing import NamedTuple
 
+from .spec.backend import Backend
 from .spec.errors import GdnError
-from .spec.problem import Backend, Signature
+from .spec.problem import Signature
 
 __all__ = ["ENVIRONMENT", "Explanation", "backends", "choose", "explain", "get", "register_backend"]
 
@@ -27,17 +28,25 @@ def register_backend(backend: Backend) -> None:
     """
     global generation
     _load()
-    if not isinstance(backend, Backend):
-        missing = [name for name in Backend.__annotations__ if not hasattr(backend, name)]
-        missing += [
-            name
-            for name in ("unavailable", "refuses", "run", "gradients", "from_numpy", "to_numpy", "rounding")
-            if not callable(getattr(backend, name, None))
-        ]
-        raise GdnError(f"backend is a {type(backend).__name__} without {', '.join(missing)}; it must have them.")
+    _check(backend)
     _registry[backend.name] = backend
     _broken.pop(backend.name, None)
     generation += 1
+
+
+def _check(backend: Backend) -> None:
+    """Refuse what is no backend; an entry point's fault is told where its backend is asked for.
+
+    Raises:
+        GdnError: it is no instance of ``Backend``, or lacks a name or libraries.
+    """
+    if not isinstance(backend, Backend):
+        what = backend.__name__ if isinstance(backend, type) else type(backend).__name__
+        was = f"the class {what}" if isinstance(backend, type) else f"of type {what}"
+        raise GdnError(f"backend is {was}; it must be an instance of a subclass of portable_gdn.Backend.")
+    missing = [name for name in ("name", "libraries") if not hasattr(backend, name)]
+    if missing:
+        raise GdnError(f"backend is a {type(backend).__name__} without {' and '.join(missing)}; it must have them.")
 
 
 def unregister_backend(name: str) -> None:
@@ -55,6 +64,7 @@ def _load() -> None:
     for entry in metadata.entry_points(group=GROUP):
         try:
             backend = entry.load()
+            _check(backend)
         except Exception as error:  # another package's fault must not take the others down
             _broken[entry.name] = f"its entry point {entry.value} fails to load: {type(error).__name__}: {error}"
         else:
@@ -99,11 +109,6 @@ def _reason(backend: Backend, signature: Signature) -> str | None:
 _ARRAYS = {"torch": "torch tensors", "jax": "JAX arrays", "numpy": "numpy arrays"}
 
 
-def _alone(backend: Backend) -> Backend:
-    """The form of a backend that leaves nothing to another one: for a call that names it."""
-    return getattr(backend, "alone", backend)
-
-
 def choose(signature: Signature, name: str | None) -> Backend:
     """The backend for a call: the one named, or named by PORTABLE_GDN_BACKEND, or the first that can.
 
@@ -124,7 +129,7 @@ def choose(signature: Signature, name: str | None) -> Backend:
         reason = _reason(backend, signature)
         if reason is not None:
             raise GdnError(f"{source} {name!r} cannot run this call: {reason.rstrip('.')}.")
-        return _alone(backend)
+        return backend.alone
     explanation = explain(signature)
     if explanation.backend is None:
         raise GdnError(f"no backend can run this call:\n{explanation}")
@@ -133,10 +138,9 @@ def choose(signature: Signature, name: str | None) -> Backend:
 
 def where(backend: Backend, signature: Signature) -> str:
     """What computes a call that was given to this backend: its name, and where that is the compiler's choice, both."""
-    elsewhere = getattr(backend, "elsewhere", None)
-    if elsewhere is None or not signature.traced:
+    if backend.elsewhere is None or not signature.traced:
         return backend.name
-    platform, other = elsewhere
+    platform, other = backend.elsewhere
     return f"{backend.name} if compiled for a {platform.upper()}, {other} elsewhere"
 
 
@@ -158,9 +162,10 @@ class Explanation(NamedTuple):
             f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
             f"  runs on  {self._where()}" if self.backend else "  runs on no backend",
         ]
-        serves = getattr(_registry.get(self.backend or ""), "serves", None)
-        if serves is not None:
-            lines.append(f"  by       {serves(s)}")
+        backend = _registry.get(self.backend or "")
+        by = backend.serves(s) if backend is not None else ""
+        if by:
+            lines.append(f"  by       {by}")
         lines += [f"  not {name}: {why}" for name, why in self.passed_over]
         return "\n".join(lines)
 

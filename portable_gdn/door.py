@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from . import dispatch
+from .spec.backend import Backend
 from .spec.errors import GdnError, bad
 from .spec.operands import DIFFERENTIABLE
-from .spec.pieces import run_by_pieces
-from .spec.problem import Backend, Meta, Options, Problem, Result, Signature
+from .spec.problem import Meta, Options, Problem, Result, Signature
 from .spec.rules import check_boundaries, make_signature
 from .watching import note
 
@@ -146,10 +146,7 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
             states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
     note(s, backend)
-    own = getattr(backend, "run_with_states", None)
-    if own is not None:
-        return own(problem, int(every))
-    return run_by_pieces(backend.run, problem, int(every))
+    return backend.run_with_states(problem, int(every))
 
 
 def run_with_gradients(

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from .dispatch import where
-from .spec.problem import Backend, Signature
+from .spec.backend import Backend
+from .spec.problem import Signature
 
 __all__ = ["Served", "note", "watch"]
 
@@ -61,6 +62,6 @@ def watch() -> Iterator[list[Served]]:
 def note(signature: Signature, backend: Backend) -> None:
     """Tell whoever watches."""
     if _watching:
-        served = Served(where(backend, signature), getattr(backend, "serves", lambda s: "")(signature), signature)
+        served = Served(where(backend, signature), backend.serves(signature), signature)
         for calls in _watching:
             calls.append(served)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from ..backends.xla_backend import BACKEND as XLA
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
@@ -35,14 +34,13 @@ def _by_xla(s: Signature, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
     return tuple(XLA.run(Problem(s, operands)))
 
 
-class Pallas:
-    """The backend object; see ``spec.problem.Backend``."""
+class Pallas(Backend):
+    """The rule by Pallas kernels."""
 
     name = "pallas"
     libraries = ("jax",)
     auto = True
     priority = 20
-    slow = False
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
     #: Stages that its kernel never forms: ``probe`` derives them with its own solver.
@@ -138,16 +136,6 @@ class Pallas:
         from .probing import probe
 
         return probe(problem.signature, self._interpret(), self.stages, problem.operands)
-
-    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """numpy arrays as JAX arrays, which share no memory with them."""
-        import jax.numpy as jnp
-
-        return {name: jnp.array(a) for name, a in operands.items()}
-
-    def to_numpy(self, array: Any) -> np.ndarray:
-        """A JAX array as numpy."""
-        return np.asarray(array)
 
     def rounding(self, signature: Signature) -> Rounding:
         """What the kernels round; gradients of other variants are xla's, which rounds nothing on a CPU."""

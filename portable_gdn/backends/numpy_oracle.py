@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..spec.backend import Backend
 from ..spec.evaluate import FLOAT64, Evaluation, evaluate, matmul
 from ..spec.oracle import CoreRule, token_by_token
-from ..spec.precision import Rounding
 from ..spec.probe import probe
 from ..spec.problem import Problem, Result, Signature
 
@@ -18,23 +18,14 @@ __all__ = ["BACKEND", "Numpy"]
 CHUNK = 64  # of the stages; the oracle itself goes token by token
 
 
-class Numpy:
-    """The backend object; see ``spec.problem.Backend``."""
+class Numpy(Backend):
+    """The oracle for numpy arrays."""
 
     name = "numpy"
     libraries: tuple[str, ...] = ("numpy",)
     auto = True
     priority = 50
-    slow = False
     rule: CoreRule = staticmethod(token_by_token)
-
-    def unavailable(self) -> str | None:
-        """It runs everywhere."""
-        return None
-
-    def refuses(self, signature: Signature) -> str | None:
-        """It computes every call on numpy arrays."""
-        return None
 
     def run(self, problem: Problem) -> Result:
         """Compute in float64; o is rounded to v's dtype and states to float32."""
@@ -57,18 +48,6 @@ class Numpy:
         dtype = ml_dtypes.bfloat16 if s.dtype == "bfloat16" else s.dtype
         state = e.state.astype(np.float32) if s.output_final_state else None
         return Result(e.o.astype(dtype), state, None if e.conv_state is None else e.conv_state.astype(np.float32))
-
-    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing to do."""
-        return dict(operands)
-
-    def to_numpy(self, array: Any) -> np.ndarray:
-        """Nothing to do."""
-        return np.asarray(array)
-
-    def rounding(self, signature: Signature) -> Rounding:
-        """It rounds nothing but its results; judged as if it were float32."""
-        return Rounding()
 
 
 BACKEND = Numpy()

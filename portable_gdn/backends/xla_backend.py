@@ -6,8 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from ..spec.backend import Backend
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 
@@ -16,8 +15,8 @@ __all__ = ["BACKEND", "Emulated", "Xla"]
 CHUNK = 64
 
 
-class Xla:
-    """The backend object; see ``spec.problem.Backend``."""
+class Xla(Backend):
+    """A scan over chunks, for whatever XLA compiles for."""
 
     name = "xla"
     libraries = ("jax",)
@@ -31,10 +30,6 @@ class Xla:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("jax") is None:
             return "jax is not installed; `pip install 'portable-gdn[jax]'` brings it."
-        return None
-
-    def refuses(self, signature: Signature) -> str | None:
-        """It computes every call on JAX arrays."""
         return None
 
     def run(self, problem: Problem) -> Result:
@@ -72,16 +67,6 @@ class Xla:
         from .xla_chunks import probe
 
         return probe(problem.signature, chunk_size(problem.signature), problem.operands, self.emulates)
-
-    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """numpy arrays as JAX arrays, which share no memory with them."""
-        import jax.numpy as jnp
-
-        return {name: jnp.array(a) for name, a in operands.items()}
-
-    def to_numpy(self, array: Any) -> np.ndarray:
-        """A JAX array as numpy."""
-        return np.asarray(array)
 
     def emulating(self) -> Xla:
         """This backend with the roundings of a TPU's matrix unit."""

@@ -42,7 +42,7 @@ def bisect(
         raise bad("--backend", f"given {len(names)} times", "be given twice, or once beside a recording")
     settings = Settings(precision, chunk_size, None, True, emulate)
     own = backend_for(names[-1], settings)
-    if not hasattr(own, "probe"):
+    if not own.has_stages:
         raise GdnError(f"backend {names[-1]!r} has no stages to show; `portable-gdn compare` compares results.")
     file = None if recording is None else RunFile(recording)
     if file is not None and not file.settings.stages:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..spec.problem import Backend
+from ..spec.backend import Backend
 from .cases import Case, Inputs, build
 from .compare import CaseComparison, SideFacts, compare_case, finite
 from .compute import Outcome, Settings, each, with_settings
@@ -102,9 +102,9 @@ def bisect(
     else:
         settings = settings._replace(stage_chunk=settings.chunk_size or CHUNK)
         inputs = build
-        a = SideFacts(first.name, first.name, "", {}, {}, tuple(getattr(first, "derived_stages", ())))
+        a = SideFacts(first.name, first.name, "", {}, {}, first.derived_stages)
         theirs = (outcome for outcome, _ in each(first, cases, settings._replace(emulate=None)))
-    b = SideFacts(second.name, second.name, "", {}, {}, tuple(getattr(second, "derived_stages", ())))
+    b = SideFacts(second.name, second.name, "", {}, {}, second.derived_stages)
     if a.label == b.label:
         b = b._replace(label=f"{b.label} (second)")
     found = Bisected(a.label, b.label)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
-from ..spec.problem import Backend, Signature
+from ..spec.problem import Signature
 from .cases import Case, Inputs
 from .compute import Outcome, Settings, each, with_settings
 from .judge import Expectation, Verdict, allowance, by_head, judge
@@ -265,7 +266,7 @@ def _recorded_side(recording: RunFile) -> SideFacts:
 
 
 def _own_side(backend: Backend, settings: Settings, facts: dict[str, Any]) -> SideFacts:
-    derived = tuple(getattr(backend, "derived_stages", ()))
+    derived = backend.derived_stages
     return SideFacts(f"{backend.name} (here)", backend.name, "now", settings._asdict(), facts, derived)
 
 

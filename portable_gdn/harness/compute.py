@@ -16,10 +16,11 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from .. import dispatch, door
+from ..spec.backend import Backend
 from ..spec.errors import GdnError, bad
 from ..spec.operands import INPUT_DTYPES
 from ..spec.precision import PRECISIONS, Rounding
-from ..spec.problem import Backend, Problem
+from ..spec.problem import Problem
 from ..spec.stages import STAGES
 from ..spec.undisturbed import undisturbed
 from .cases import Case, Inputs, build, in_rows
@@ -100,14 +101,15 @@ def backend_for(name: str, settings: Settings) -> Backend:
     """
     settings.check()
     backend = dispatch.get(name)
-    why = getattr(backend, "not_here", backend.unavailable)()
+    why = backend.not_here()
     if why is not None:
         raise GdnError(f"backend {name!r} cannot run here: {why}")
     if settings.emulate is not None:
-        if not hasattr(backend, "emulating"):
-            able = [b.name for b in dispatch.backends() if hasattr(b, "emulating")]
+        emulating = backend.emulating()
+        if emulating is None:
+            able = [b.name for b in dispatch.backends() if b.emulating() is not None]
             raise bad("--emulate", f"given for {name!r}", f"go with a backend that can: {', '.join(able)}")
-        backend = backend.emulating()
+        backend = emulating
     return backend
 
 
@@ -172,8 +174,7 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
 def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Sequence[Any]]:
     """What serves the calls within, as far as the backend tells; a call without tokens is served by none."""
     s = problem.signature
-    watch: Callable[[], AbstractContextManager[Sequence[Any]]] = getattr(backend, "serving", lambda: nullcontext(()))
-    return watch() if s.B * s.T else nullcontext(())
+    return backend.serving() if s.B * s.T else nullcontext(())
 
 
 def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
@@ -194,7 +195,7 @@ def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stage
         return {}, ""
     if s.step:
         return {}, "a single step has none"
-    if not hasattr(backend, "probe"):
+    if not backend.has_stages:
         return {}, f"backend {backend.name!r} shows none"
     try:
         probed = backend.probe(problem)
@@ -238,7 +239,7 @@ def each(
     Args:
         inputs: a case's inputs. recording: the file they come from, for another process.
     """
-    if in_process or not getattr(backend, "own_process", False):
+    if in_process or not backend.own_process:
         facts: dict[str, Any] = {}
         for case in cases:
             outcome = one(backend, case.name, with_settings(inputs(case), settings), settings)

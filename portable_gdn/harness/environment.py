@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..spec.problem import Backend
+from ..spec.backend import Backend
 
 __all__ = ["environment"]
 

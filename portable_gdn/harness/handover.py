@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import door
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
-from ..spec.problem import Backend
 from ..spec.undisturbed import undisturbed
 from .cases import Case, Inputs, build
 from .compute import as_json

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from .. import dispatch, door
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.evaluate import evaluate
-from ..spec.problem import Backend
 from ..spec.undisturbed import undisturbed
 from .cases import PACKED, TOKENS, Case, Inputs, build
 from .compute import computed

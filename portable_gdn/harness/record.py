@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec.problem import Backend
+from ..spec.backend import Backend
 from .cases import Case, build
 from .compute import Settings, each
 from .run_file import RunWriter, check_target
@@ -40,7 +40,7 @@ def record(
     """
     check_target(path)
     done, refused, failed = 0, {}, {}
-    derived = getattr(backend, "derived_stages", ())
+    derived = backend.derived_stages
     with RunWriter(path, suite, backend.name, settings, derived, store_inputs) as out:
         by_name = {case.name: case for case in cases}
         for i, (outcome, out.environment) in enumerate(each(backend, cases, settings)):

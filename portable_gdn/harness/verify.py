@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import dispatch
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
-from ..spec.problem import Backend
 from .cases import Case, build, designed, pairwise, recorded, strengths
 from .compute import Settings, one
 from .judge import Expectation, judge
@@ -113,7 +113,7 @@ def verify(
     report = Report()
     chosen = list(_chosen(names, report))
     cases = cases_for(full) if cases is None else list(cases)
-    apart = [] if in_process else [backend for backend in chosen if getattr(backend, "own_process", False)]
+    apart = [] if in_process else [backend for backend in chosen if backend.own_process]
     together = [backend for backend in chosen if backend not in apart]
     workers = [
         Worker(backend.name, [case for case in cases if full or in_quick_proof(backend, case)], full=full)
@@ -166,7 +166,7 @@ def _take(answer: dict[str, Any], backend: str, report: Report) -> None:
 def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
     if names is None:
         for backend in dispatch.backends():
-            why = getattr(backend, "not_here", backend.unavailable)()
+            why = backend.not_here()
             if why is None:
                 yield backend
             else:
@@ -175,7 +175,7 @@ def _chosen(names: Sequence[str] | None, report: Report) -> Iterator[Backend]:
         return
     for name in dict.fromkeys(names):
         backend = dispatch.get(name)
-        why = getattr(backend, "not_here", backend.unavailable)()
+        why = backend.not_here()
         if why is not None:
             raise GdnError(f"backend {name!r} cannot run here: {why}")
         yield backend

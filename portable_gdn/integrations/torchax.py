@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import dispatch
 from ..spec import torch_tensors
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.operands import DIFFERENTIABLE
 from ..spec.precision import Rounding
@@ -23,8 +24,8 @@ from ..spec.problem import Problem, Result, Signature
 __all__ = ["BACKEND", "Torchax"]
 
 
-class Torchax:
-    """The backend object; see ``spec.problem.Backend``."""
+class Torchax(Backend):
+    """Calls on torchax's tensors, by the backends for JAX arrays."""
 
     libraries = ("torch",)
     priority = 15
@@ -44,7 +45,7 @@ class Torchax:
 
     def not_here(self) -> str | None:
         """Why no tensor of this process can be computed by it."""
-        return self.unavailable() or getattr(dispatch.get(self._kernels), "not_here", lambda: None)()
+        return self.unavailable() or dispatch.get(self._kernels).not_here()
 
     def refuses(self, signature: Signature) -> str | None:
         """Why it cannot compute this call, or None."""

@@ -1,5 +1,5 @@
-"""One call, normalised: what the operands are (``Signature``), the operands themselves (``Problem``), what comes back
-(``Result``), and what a backend must offer (``Backend``).
+"""One call, normalised: what the operands are (``Signature``), the operands themselves (``Problem``), and what comes
+back (``Result``).
 
 A Signature holds no arrays: it is hashable, so that it can be the static argument of a compiled function and the key
 of a cache. ``rules.py`` makes one of a call.
@@ -7,15 +7,12 @@ of a cache. ``rules.py`` makes one of a call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-from .precision import Rounding
 from .variants import Variant
 
 __all__ = [
-    "Backend",
     "ConvKind",
     "GateKind",
     "Meta",
@@ -154,56 +151,3 @@ class Result(NamedTuple):
     o: Array
     state: Array | None = None
     conv_state: Array | None = None
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """What the dispatcher, the door and the harness ask of an implementation.
-
-    A backend is registered by an entry point of the group ``portable_gdn.backends`` that names an instance. It may have
-    more, which only the harness reads: ``own_process`` (True: its cases run in a child process); ``quick_cases`` (names
-    of the cases that the quick proof runs on it); ``remark`` (shown beside its gradients); ``known`` (a function of a
-    case's name: what a library that it only calls is known to get wrong there, or None; shown, and not judged);
-    ``probe`` (a function of a Problem: its stages, as ``spec.probe`` has them; in the dtype in which it stores them, if
-    that is not float32); ``derived_stages`` (names of those that it never forms);
-    ``emulating`` (a function: the backend that rounds operands of products as a TPU does, on any device);
-    ``serves`` (a function of a Signature: what of a library serves such a call, shown by ``explain``);
-    ``not_here`` (a function: why nothing that lies on this machine can be computed by it, where that is more than
-    ``unavailable`` says);
-    ``run_with_states`` (a function of a Problem and a number of tokens: the result, and the states behind every so
-    many, where it can do better than piece by piece).
-    And two that the dispatcher reads: ``elsewhere``, (platform, backend): under a trace the
-    compiler takes the first for that platform and the second backend for every other; and with it ``alone``, the
-    instance without that choice, which runs where the backend is asked for by name.
-    """
-
-    name: str
-    libraries: tuple[str, ...]
-    """Whose arrays it takes: "numpy", "torch", "jax"."""
-    auto: bool
-    """Whether a call that names no backend may choose it."""
-    priority: int
-    """Lower is tried first."""
-    slow: bool
-    """Whether each new shape costs it seconds; the quick proof then runs the essential cases only."""
-
-    def unavailable(self) -> str | None:
-        """Why it cannot run on this machine at all (a missing package or device), as a sentence, or None."""
-
-    def refuses(self, signature: Signature) -> str | None:
-        """Why it cannot compute this call, as a sentence, or None. Must not read operands."""
-
-    def run(self, problem: Problem) -> Result:
-        """Compute; differentiable by the library whose arrays came in, where that has automatic derivatives."""
-
-    def gradients(self, problem: Problem, cotangents: Mapping[str, Array]) -> tuple[Result, dict[str, Array]]:
-        """The result, and the cotangent of every float operand from those of "o" and "state"."""
-
-    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Array]:
-        """Operands given as numpy arrays (bfloat16 by ml_dtypes) in this backend's own library, same dtypes."""
-
-    def to_numpy(self, array: Array) -> Any:
-        """The contents of one of its arrays."""
-
-    def rounding(self, signature: Signature) -> Rounding:
-        """Which operands of which products it rounds, and how, for this call."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import portable_gdn as pg
 
-class Mine:
-    """Every method that ``portable_gdn.spec.problem.Backend`` asks for."""
+
+class Mine(pg.Backend):
+    """What it takes and refuses, and how it computes; its gradients are torch's, and it rounds nothing."""
 
     name = "mine"
     libraries = ("torch",)
-    auto = False  # by name only
-    priority = 70
-    slow = False
 
     def unavailable(self):
         return None if importlib.util.find_spec("torch") else "torch is not installed"
@@ -30,8 +29,6 @@ class Mine:
 
     def run(self, problem):
         import torch
-
-        from portable_gdn.spec.problem import Result
 
         s, x = problem
         x = {n: a[:, None] if s.step and n in TOKENS else a for n, a in x.items()}
@@ -64,27 +61,7 @@ class Mine:
         o = torch.stack(o).reshape(v.shape).to(getattr(torch, s.dtype))
         state = torch.stack(final)
         state = state.mT if s.state_layout == "vk" else state
-        return Result(o[:, 0] if s.step else o, state if s.output_final_state else None)
-
-    def gradients(self, problem, cotangents):
-        from portable_gdn.spec.torch_tensors import gradients
-
-        return gradients(self.run, problem, cotangents)
-
-    def from_numpy(self, operands):
-        from portable_gdn.spec.torch_tensors import from_numpy
-
-        return from_numpy(operands)
-
-    def to_numpy(self, array):
-        from portable_gdn.spec.torch_tensors import to_numpy
-
-        return to_numpy(array)
-
-    def rounding(self, signature):
-        from portable_gdn.spec.precision import Rounding
-
-        return Rounding()  # all products in float32
+        return pg.Result(o[:, 0] if s.step else o, state if s.output_final_state else None)
 
 
 TOKENS = ("q", "k", "v", "g", "beta", "erase", "write")
