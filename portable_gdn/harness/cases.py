@@ -97,7 +97,8 @@ def in_rows(inputs: Inputs) -> Inputs:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    """By way of float32, as ml_dtypes rounded float64 before its version 0.7: inputs never change."""
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x.astype(dtype)
 
 
 def _unit(x: np.ndarray, dtype: str) -> np.ndarray:
