@@ -22,10 +22,10 @@ from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from portable_gdn.tpu import calls  # noqa: E402
+from portable_gdn.tpu import backend  # noqa: E402
 from portable_gdn.tpu.calls import KEPT  # noqa: E402
+from portable_gdn.tpu.chips import CHIPS  # noqa: E402
 from portable_gdn.tpu.kernels import decays  # noqa: E402
-from portable_gdn.tpu.plan import Core  # noqa: E402
 
 NAME = "pallas-interpret"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
@@ -107,12 +107,12 @@ def test_a_chip_without_gathers_exchanges_rows_by_turns(monkeypatch):
         for gathers in (False, True):
             found = jax.jit(partial(decays.exchanged, size=size, gathers=gathers))(decays.tiles(jnp.asarray(rows)))
             np.testing.assert_array_equal(np.reshape(found, rows.shape), rows[np.arange(32) ^ size])
-    cores = []
-    monkeypatch.setattr(calls, "core", lambda: cores.append(Core(vmem=16 << 20, chip="v4")) or cores[-1])
+    chips = []
+    monkeypatch.setattr(backend, "target", lambda: chips.append(CHIPS["v4"]) or chips[-1])
     x = make("KDA", state=True, B=1, T=29)  # compiled by no other test
     d = cotangents(x)
     assert_all_close(gradients(x, d)[1], oracle(x, d), eps=16)
-    assert [core.chip for core in cores[:1]] == ["v4"]
+    assert [chip.name for chip in chips[:1]] == ["v4"]
 
 
 @pytest.mark.parametrize("variant", ["GDN", pytest.param("KDA", marks=pytest.mark.slow)])
@@ -315,9 +315,9 @@ def test_long_rows_keep_what_the_forward_pass_solved(variant, precision, bound):
     x["g"][:, 200] = -np.inf
     d = cotangents(x)
     problem, _ = door.normalise(arrays(x), Options(output_final_state=True, precision=precision), NAME)
-    plans = calls._plans(problem.signature, calls.own_stages)
+    plans = PALLAS_INTERPRET._execution(problem.signature).training
     assert plans is not None
-    assert plans[0].keeps == ("S", "M", "u", "Aqk")
+    assert plans.forward.keeps == ("S", "M", "u", "Aqk")
     found, want = on_host(PALLAS_INTERPRET.gradients(problem, arrays(d))[1]), oracle(x, d).gradients
     for name, value in found.items():
         error = np.linalg.norm(value.astype(np.float64) - want[name])

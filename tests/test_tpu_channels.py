@@ -12,8 +12,9 @@ from portable_gdn.harness.verify import verify
 from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
+from portable_gdn.tpu.chips import COMMON
 from portable_gdn.tpu.pipeline_plan import UNITS, Inside, pipeline
-from portable_gdn.tpu.plan import CHUNK, Core
+from portable_gdn.tpu.plan import CHUNK
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -42,7 +43,7 @@ def signature(g=(128,), erase=None, write=None, T=2048, H=16, HV=16, K=128, V=12
 
 
 def test_which_calls_it_takes():
-    core = Core()
+    core = COMMON
     p = pipeline(signature(), core)
     assert (p.heads, p.groups, p.steps, p.masked, p.summands) == (8, 2, 4, False, 2)
     assert pipeline(signature(erase=(128,), write=(128,)), core).keeps_values
@@ -57,8 +58,8 @@ def test_which_calls_it_takes():
         signature(erase=(), write=(128,)),
     ):  # fmt: skip
         assert pipeline(other, core) is None
-    assert pipeline(signature(), Core(vmem=40 << 20)).P < 8
-    assert pipeline(signature(), Core(vmem=16 << 20)) is None
+    assert pipeline(signature(), COMMON._replace(vmem_bytes=40 << 20)).P < 8
+    assert pipeline(signature(), COMMON._replace(vmem_bytes=16 << 20)) is None
 
 
 def operands(variant="KDA", T=LONG["T"], HV=1, seed=0):
@@ -183,7 +184,7 @@ def test_cases_hold(case, monkeypatch):
     monkeypatch.setattr(PALLAS_INTERPRET, "run", run)
     monkeypatch.setattr(PALLAS_INTERPRET, "gradients", lambda problem, d: (run(problem), {}))
     report = verify([NAME], full=True, cases=[case], in_process=True)
-    assert all(pipeline(s, Core()).widths.decay == max(s.groups, 1) for s in signatures)
+    assert all(pipeline(s, COMMON).widths.decay == max(s.groups, 1) for s in signatures)
     assert signatures
     assert [row for row in report.rows if row.tensor in ("o", "state") and (row.judged or "1.998" in case.name)]
     assert not [row for row in report.rows if not row.ok and not row.tensor.startswith("grad")]

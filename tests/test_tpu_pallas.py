@@ -25,7 +25,8 @@ from portable_gdn.spec.evaluate import matmul
 from portable_gdn.spec.problem import Options
 from portable_gdn.spec.stages import STAGES
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET, Interpreted
-from portable_gdn.tpu.plan import VMEM_LIMIT, Core, plan
+from portable_gdn.tpu.chips import COMMON, VMEM_LIMIT
+from portable_gdn.tpu.plan import plan
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -290,7 +291,7 @@ def test_the_table_covers_every_token_once_in_order(seed):
     cuts = np.sort(rng.integers(0, T + 1, N - 1))
     bounds = np.concatenate([[0], cuts, [T]]).astype(np.int32)
     p = plan(
-        signature(B=1, T=T, N=N, operands=(*NAMES[:5], "cu_seqlens"), chunk_size=int(rng.choice([16, 64]))), Core()
+        signature(B=1, T=T, N=N, operands=(*NAMES[:5], "cu_seqlens"), chunk_size=int(rng.choice([16, 64]))), COMMON
     )
     t = np.asarray(chunk_table(p, bounds)).reshape(-1, WORDS)
     assert len(t) == p.chunks
@@ -314,7 +315,7 @@ def test_the_table_covers_every_token_once_in_order(seed):
     "bounds", [[0, 70, 40, 90], [5, -3, 1000, 90], [0, 0, 0, 0], [0, 20, 40, 60], [90, 90, 90, 90]]
 )
 def test_boundaries_that_nobody_could_check_stay_in_bounds(bounds):
-    p = plan(signature(B=1, T=90, N=3, operands=(*NAMES[:5], "cu_seqlens"), chunk_size=16), Core())
+    p = plan(signature(B=1, T=90, N=3, operands=(*NAMES[:5], "cu_seqlens"), chunk_size=16), COMMON)
     t = np.asarray(jax.jit(lambda b: chunk_table(p, b))(jnp.asarray(bounds, jnp.int32))).reshape(-1, WORDS)
     assert np.all((t[:, BLOCK] >= 0) & (t[:, BLOCK] < p.blocks))
     assert np.all((t[:, BEGIN] >= 0) & (t[:, END] <= p.C))
@@ -431,7 +432,7 @@ def test_no_tokens_are_answered_before_the_kernel():
 
 
 def test_chunks_shrink_before_a_call_is_refused():
-    wide = plan(signature(H=1, HV=16, K=256, V=256, T=4096), Core())
+    wide = plan(signature(H=1, HV=16, K=256, V=256, T=4096), COMMON)
     assert wide.C < 128
     assert wide.vmem <= VMEM_LIMIT
 

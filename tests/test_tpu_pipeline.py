@@ -18,8 +18,9 @@ from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu import tiling
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
+from portable_gdn.tpu.chips import COMMON
 from portable_gdn.tpu.pipeline_plan import UNITS, pipeline
-from portable_gdn.tpu.plan import CHUNK, Core
+from portable_gdn.tpu.plan import CHUNK
 from portable_gdn.tpu.reverse_plan import reverse_plan
 
 jax = pytest.importorskip("jax")
@@ -58,17 +59,17 @@ def signature(T=2048, H=16, HV=16, K=128, V=128, dtype="bfloat16", N=0, **option
 
 
 def test_which_calls_it_takes():
-    core = Core()
+    core = COMMON
     p = pipeline(signature(), core)
     assert (p.heads, p.groups, p.steps, p.entries, p.masked, p.summands) == (8, 2, 4, 8, False, 2)
     assert pipeline(signature(H=16, HV=32), core).P == 4
     assert pipeline(signature(H=2, HV=6), core).heads == 6  # all there are
     assert pipeline(signature(precision="fast"), core).summands == 1
     assert pipeline(signature(T=2049), core).masked
-    assert pipeline(signature(), Core(cores=2)).parts == 2
-    p = pipeline(signature(H=8, HV=8), Core(cores=2))
+    assert pipeline(signature(), COMMON._replace(cores=2)).parts == 2
+    p = pipeline(signature(H=8, HV=8), COMMON._replace(cores=2))
     assert (p.heads, p.parts) == (4, 2)  # rather than that a core is idle
-    assert pipeline(signature(H=1, HV=1), Core(cores=2)).parts == 1  # one group cannot be shared
+    assert pipeline(signature(H=1, HV=1), COMMON._replace(cores=2)).parts == 1  # one group cannot be shared
     assert pipeline(signature(precision="highest"), core).summands == 1
     p = pipeline(signature(N=3), core)
     assert (p.packed, p.chunks, p.steps) == (True, 20, 5)  # 18 chunks at most
@@ -79,8 +80,8 @@ def test_which_calls_it_takes():
         signature(T=2 * CHUNK), signature(K=60), signature(V=257), signature(chunk_size=64), signature(H=3, HV=30),
     ):  # fmt: skip
         assert pipeline(other, core) is None
-    assert pipeline(signature(precision="highest", H=16, HV=16, V=256), Core(vmem=40 << 20)).heads < 8
-    assert pipeline(signature(), Core(vmem=16 << 20)) is None
+    assert pipeline(signature(precision="highest", H=16, HV=16, V=256), COMMON._replace(vmem_bytes=40 << 20)).heads < 8
+    assert pipeline(signature(), COMMON._replace(vmem_bytes=16 << 20)) is None
 
 
 def test_the_table_of_schedules_decides_how_many_heads_share_a_step(monkeypatch):
@@ -93,13 +94,13 @@ def test_the_table_of_schedules_decides_how_many_heads_share_a_step(monkeypatch)
     monkeypatch.setattr(tiling, "entries", lambda: made)
     tiling._nearest.cache_clear()
     try:
-        core = Core(vmem=128 << 20)
+        core = COMMON._replace(vmem_bytes=128 << 20)
         assert pipeline(signature(precision="fast", qk_l2norm=True), core).heads == 16
         assert pipeline(signature(H=2, HV=2, precision="fast"), core).heads == 2
         assert pipeline(signature(K=64, V=64), core).heads == 4
-        assert pipeline(signature(), core._replace(chip="v5e")).heads == 8
-        assert pipeline(signature(), core._replace(chip="v99")).heads == 16  # the nearest of any
-        assert pipeline(signature(precision="fast"), Core(vmem=32 << 20)).heads < 16  # as VMEM allows
+        assert pipeline(signature(), core._replace(name="v5e")).heads == 8
+        assert pipeline(signature(), core._replace(name="v99")).heads == 16  # the nearest of any
+        assert pipeline(signature(precision="fast"), COMMON._replace(vmem_bytes=32 << 20)).heads < 16  # as VMEM allows
         with tiling.trying(2):
             assert pipeline(signature(), core).heads == 2
     finally:
@@ -119,7 +120,7 @@ def test_the_table_of_schedules_decides_how_many_heads_share_a_step(monkeypatch)
         ),
         ({"T": 100}, "plain kernel, .*T is 100"),
         ({"K": 60}, "no number of heads with 60 and 128 channels fills tiles of 128 lanes"),
-        ({"V": 512, "K": 512, "H": 2, "HV": 64}, "not even one key head's step fits into 64 MiB.*gradients: xla"),
+        ({"V": 512, "K": 512, "H": 2, "HV": 64}, "not even one key head's step fits into 128 MiB.*gradients: xla"),
     ],
 )
 def test_it_is_said_which_kernel_runs_and_why(options, words):
@@ -184,9 +185,9 @@ def test_cases_hold(case, precision, monkeypatch):
     monkeypatch.setattr(PALLAS_INTERPRET, "gradients", lambda p, d: signatures.append(p.signature) or real(p, d))
     report = verify([NAME], full=True, cases=[case], in_process=True)
     expected = precision or ("highest" if case.dtype == "float32" else "default")
-    assert [pipeline(s, Core()).precision for s in signatures] == [expected]
+    assert [pipeline(s, COMMON).precision for s in signatures] == [expected]
     own = (case.K, case.V, case.dtype) == (CHUNK, CHUNK, "bfloat16") and "packed" not in case.layout
-    assert [reverse_plan(s, Core()) is not None for s in signatures] == [own]
+    assert [reverse_plan(s, COMMON) is not None for s in signatures] == [own]
     assert not [row for row in report.rows if not row.ok]
     judged = [row for row in report.rows if row.judged and row.tensor in ("o", "state")]
     assert judged or "1.998" in case.name

@@ -9,16 +9,20 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..backends.xla_backend import BACKEND as XLA
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
+from .chips import target
 from .pipeline_plan import describe
 from .plan import TABLE_LIMIT, backward_plan, plan
 from .reverse_plan import describe_gradients
+
+if TYPE_CHECKING:
+    from .execution import Execution
 
 __all__ = ["INTERPRETER", "PALLAS", "PALLAS_INTERPRET", "Interpreted", "Pallas"]
 
@@ -94,19 +98,22 @@ class Pallas(Backend):
 
     def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
-        from .pipelined import core
-
-        return f"{describe(signature, core())}; gradients: {describe_gradients(signature, core())}"
+        chip = target()
+        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}"
 
     def _interpret(self) -> Any:
         return False
+
+    def _execution(self, s: Signature) -> Execution:
+        from .execution import Execution
+
+        return Execution(s, target(), self._interpret(), self.stages, _by_xla, self.elsewhere is not None)
 
     def run(self, problem: Problem) -> Result:
         """Compute; differentiable. With ``elsewhere``, XLA chooses for traced operands."""
         from .calls import compute
 
-        s, x = problem
-        return Result(*compute(s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, x))
+        return Result(*compute(self._execution(problem.signature), problem.operands))
 
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
         """Compute, and the states after every so many tokens; at multiples of the kernel's chunks they fall out.
@@ -118,8 +125,7 @@ class Pallas(Backend):
         s, x = problem
         if s.packed:
             return XLA.run_with_states(problem, every)
-        args = s, self._interpret(), self.stages, _by_xla, self.elsewhere is not None, every, x
-        out, states = compute_with_states(*args)
+        out, states = compute_with_states(self._execution(s), every, x)
         return Result(*out), states
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
@@ -127,21 +133,18 @@ class Pallas(Backend):
         from .calls import compute_gradients
 
         s, x = problem
-        choose = self.elsewhere is not None
-        result, found = compute_gradients(s, self._interpret(), self.stages, _by_xla, choose, x, dict(cotangents))
+        result, found = compute_gradients(self._execution(s), x, dict(cotangents))
         return Result(*result), found
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The stages of every chunk, by name; see ``probing.probe``. For calls without packed sequences."""
         from .probing import probe
 
-        return probe(problem.signature, self._interpret(), self.stages, problem.operands)
+        return probe(self._execution(problem.signature), problem.operands)
 
     def rounding(self, signature: Signature) -> Rounding:
         """What the kernels round; gradients of other variants are xla's, which rounds nothing on a CPU."""
-        from .pipelined import core
-
-        kept, here = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision], core()
+        kept, here = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision], target()
         names = (
             _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
         )
@@ -218,9 +221,10 @@ def _refuses(s: Signature) -> str | None:
         )
     if s.B * s.T == 0:
         return None
-    from .pipelined import core
-
-    here = core()
+    try:
+        here = target()
+    except GdnError as error:
+        return str(error)
     p = plan(s, here)
     if p.vmem > here.vmem_limit:
         return (

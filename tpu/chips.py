@@ -1,4 +1,4 @@
-"""What is known of each TPU, from one data file. No jax here."""
+"""What is known of each TPU, from one data file, and which one is compiled for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 from ..spec.errors import bad
 
-__all__ = ["CHIPS", "Chip", "chip_named"]
+__all__ = ["CHIPS", "COMMON", "Chip", "chip_named", "target"]
+
+#: Bytes of VMEM that a grid step of the plain kernels may use, at most: v5p and v7x have 64 MiB per core, and the
+#: compiler wants some.
+VMEM_LIMIT = 48 << 20
 
 
 class Chip(NamedTuple):
@@ -34,6 +38,16 @@ class Chip(NamedTuple):
     dma_granule_bytes: int
 
     @property
+    def gathers(self) -> bool:
+        """Whether it gathers sublanes."""
+        return self.name != "v4"
+
+    @property
+    def vmem_limit(self) -> int:
+        """Bytes of VMEM that a grid step of the plain kernels may use; the rest is the compiler's."""
+        return min(VMEM_LIMIT, self.vmem_bytes // 4 * 3)
+
+    @property
     def clock_hz(self) -> float:
         """Cycles a second, from the peak rate of the matrix units."""
         return self.bf16_flops / (2 * self.mxu_count * self.mxu_side**2 * self.rows_per_cycle)
@@ -57,3 +71,25 @@ def chip_named(name: str) -> Chip:
     if name not in CHIPS:
         raise bad("chip", repr(name), f"be one of {', '.join(CHIPS)}")
     return CHIPS[name]
+
+
+#: The chip that plans are for where no TPU is compiled for, as in an interpreter.
+COMMON = CHIPS["v6e"]
+
+
+def target() -> Chip:
+    """The TPU that this process, or the trace at hand, compiles for; a common one where that is no TPU.
+
+    Raises:
+        GdnError: it is a TPU of which nothing is known here.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        version = str(pltpu.get_tpu_info().chip_version.value)
+    except ValueError as error:  # "Unsupported TPU device kind: cpu"
+        kind = str(error).partition(": ")[2].partition(".")[0]
+        if kind.startswith("TPU"):
+            raise bad("the device", f"a {kind}", f"be one of {', '.join(CHIPS)}") from None
+        return COMMON
+    return chip_named(version if version.startswith("v") else f"v{version}")

@@ -7,7 +7,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..spec.problem import Signature
-from .plan import CHUNK, LANES, TABLE_LIMIT, Core, Widths, plan, widths
+from .chips import Chip
+from .plan import CHUNK, LANES, TABLE_LIMIT, Widths, plan, widths
 from .tiling import Entry, best
 
 __all__ = [
@@ -279,28 +280,28 @@ def why_not(s: Signature) -> str | None:
     return None
 
 
-def pipeline(s: Signature, core: Core, keeps: tuple[str, ...] = ()) -> Pipeline | None:
+def pipeline(s: Signature, chip: Chip, keeps: tuple[str, ...] = ()) -> Pipeline | None:
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
 
     As many heads share a grid step as ``tiling`` found best, or as VMEM holds, or fewer, if cores would be idle.
     ``keeps``: as of ``Pipeline``.
     """
-    if why_not(s) is not None or core.vmem < LEAST_VMEM:
+    if why_not(s) is not None or chip.vmem_bytes < LEAST_VMEM:
         return None
-    most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, core).heads
-    plans = [_pipeline(s, core, P, keeps) for P in _divisors(s) if most >= P * (s.HV // s.H) and _whole(s, P)]
-    fit = [p for p in plans if p.vmem <= core.vmem and p.table_bytes <= TABLE_LIMIT]
-    return min(fit, key=lambda p: p.P * ceil(s.B * s.H / p.P / core.cores), default=None)  # the first of equals
+    most = CHANNEL_HEADS if widths(s).decay == s.K else tiled(s, chip).heads
+    plans = [_pipeline(s, chip, P, keeps) for P in _divisors(s) if most >= P * (s.HV // s.H) and _whole(s, P)]
+    fit = [p for p in plans if p.vmem <= chip.vmem_bytes and p.table_bytes <= TABLE_LIMIT]
+    return min(fit, key=lambda p: p.P * ceil(s.B * s.H / p.P / chip.cores), default=None)  # the first of equals
 
 
-def describe(s: Signature, core: Core) -> str:
+def describe(s: Signature, chip: Chip) -> str:
     """Which kernel a call gets, in one line."""
-    p, why = pipeline(s, core), why_not(s)
+    p, why = pipeline(s, chip), why_not(s)
     if p is None:
-        q = plan(s, core)
-        why = why or f"not even one key head's step fits into {core.vmem >> 20} MiB of VMEM"
+        q = plan(s, chip)
+        why = why or f"not even one key head's step fits into {chip.vmem_bytes >> 20} MiB of VMEM"
         return f"plain kernel, {q.heads} value heads and a chunk of {q.C} tokens a grid step ({why})"
-    found = tiled(s, core)
+    found = tiled(s, chip)
     if p.by_channel:
         return f"pipelined kernel, {p.heads} value heads and {p.U} chunks of {CHUNK} tokens a grid step, by channel"
     most = (
@@ -309,10 +310,10 @@ def describe(s: Signature, core: Core) -> str:
     return f"pipelined kernel, {p.heads} value heads and {p.U} chunks of {CHUNK} tokens a grid step ({most})"
 
 
-def tiled(s: Signature, core: Core) -> Entry:
+def tiled(s: Signature, chip: Chip) -> Entry:
     """The compiled schedule that a call's plan goes by."""
     inside = s.conv is not None or s.qk_l2norm
-    return best(core.chip, s.precision, inside, s.K, s.V)
+    return best(chip.name, s.precision, inside, s.K, s.V)
 
 
 def _divisors(s: Signature) -> list[int]:
@@ -325,7 +326,7 @@ def _whole(s: Signature, P: int) -> bool:
     return P * s.K % LANES == 0 and P * (s.HV // s.H) * s.V % LANES == 0
 
 
-def _pipeline(s: Signature, core: Core, P: int, keeps: tuple[str, ...]) -> Pipeline:
+def _pipeline(s: Signature, chip: Chip, P: int, keeps: tuple[str, ...]) -> Pipeline:
     groups = s.H // P
     return Pipeline(
         B=s.B,
@@ -337,12 +338,12 @@ def _pipeline(s: Signature, core: Core, P: int, keeps: tuple[str, ...]) -> Pipel
         R=s.HV // s.H,
         U=UNITS,
         groups=groups,
-        parts=core.cores if s.B * groups % core.cores == 0 else 1,
+        parts=chip.cores if s.B * groups % chip.cores == 0 else 1,
         precision=s.precision,
         scale=s.scale,
         k_bytes=2 if s.precision != "highest" or s.dtype == "bfloat16" else 4,
         v_bytes=2 if s.dtype == "bfloat16" and not (prepared_outside(s) and s.conv is not None) else 4,
-        wide_mxu=core.mxu_side == 256,
+        wide_mxu=chip.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
         keeps=keeps,
         inside=_inside(s),

@@ -11,16 +11,15 @@ from ..spec.jax_tracing import varying_like
 from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
+from .execution import Outputs
 from .kernels.inside import HISTORY, tap_rows
 from .kernels.pipeline import Channels, GateOperands, forward
 from .pipeline_plan import Pipeline, prepared_outside
-from .plan import Core
 from .segments import marked, separated
 
-__all__ = ["by_pipeline", "core"]
+__all__ = ["by_pipeline"]
 
 Array = Any
-Outputs = tuple[Array, Array | None, Array | None]
 
 
 def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
@@ -98,16 +97,3 @@ def _gate_operands(
     if b is not None and p.widths.erase == 1:
         b = b.astype(jnp.float32)
     return GateOperands(g, b, row(w) if p.widths.write > 1 else None, parameters)
-
-
-def core() -> Core:
-    """Of the TPU that is compiled for; a common one where nobody knows, as in an interpreter."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    try:
-        found = pltpu.get_tpu_info()
-    except Exception:  # no TPU, or one that this jax does not know
-        return Core()
-    chip = str(found.chip_version.value)
-    chip = chip if chip.startswith("v") else f"v{chip}"
-    return Core(found.mxu_column_size, found.num_cores, found.vmem_capacity_bytes, chip)

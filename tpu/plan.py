@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 from ..spec.problem import Signature
 from ..spec.variants import Granularity
+from .chips import Chip
 
 __all__ = [
     "CHUNK",
     "LANES",
     "ONE_GATE",
     "TABLE_LIMIT",
-    "VMEM_LIMIT",
-    "Core",
     "Plan",
     "Widths",
     "backward_plan",
@@ -28,30 +27,9 @@ SHORTEST = 16
 #: Value heads that share a grid step, at most: enough independent chains to hide one behind the other, and a program
 #: that still compiles in seconds.
 HEADS = 8
-#: Bytes of VMEM that a grid step may use, at most: v5p and v7x have 64 MiB a core, and the compiler wants some.
-VMEM_LIMIT = 48 << 20
 #: Bytes of scalar memory that the table of chunks may use; a core has 1 MiB.
 TABLE_LIMIT = 768 << 10
 LANES = 128
-
-
-class Core(NamedTuple):
-    """Of the chip that is compiled for: side of a matrix unit, cores of a device, bytes of VMEM, and its name."""
-
-    mxu_side: int = 256
-    cores: int = 1
-    vmem: int = 64 << 20
-    chip: str = "v6e"
-
-    @property
-    def gathers(self) -> bool:
-        """Whether it gathers sublanes."""
-        return self.chip != "v4"
-
-    @property
-    def vmem_limit(self) -> int:
-        """Bytes of VMEM that a grid step of the plain kernels may use; the rest is the compiler's."""
-        return min(VMEM_LIMIT, self.vmem // 4 * 3)
 
 
 class Widths(NamedTuple):
@@ -90,7 +68,7 @@ class Plan(NamedTuple):
 
     B rows, T tokens, N states, H key heads, R value heads a key head, K and V channels, C tokens a chunk (a power of
     two), P key heads a grid step; ``q_bytes`` and ``v_bytes`` an element of q, k and of v, o; scale and precision;
-    gathers: as of ``Core``.
+    gathers: as of ``Chip``.
     """
 
     B: int
@@ -165,15 +143,15 @@ class _Backward(Plan):
         return 2 * (tokens + gates + 3 * state + kept) + 4 * state + spilled
 
 
-def plan(s: Signature, core: Core, kind: type[Plan] = Plan, gates: Widths | None = None) -> Plan:
+def plan(s: Signature, chip: Chip, kind: type[Plan] = Plan, gates: Widths | None = None) -> Plan:
     """The plan of a call: the longest chunks that fit, unless the call names their length, and then the most heads.
 
     Whoever runs it checks ``vmem`` and ``table_bytes`` first: where nothing fits, this is the smallest there is.
     """
     size = min(s.chunk_size or CHUNK, max(SHORTEST, 1 << (s.T - 1).bit_length()))
     while True:
-        choices = [kind(*_plan(s, core, size, P, gates or widths(s))) for P in range(1, s.H + 1) if _legal(s, P)]
-        fits = [p for p in choices if p.vmem <= core.vmem_limit]
+        choices = [kind(*_plan(s, chip, size, P, gates or widths(s))) for P in range(1, s.H + 1) if _legal(s, P)]
+        fits = [p for p in choices if p.vmem <= chip.vmem_limit]
         if fits:
             few = [p for p in fits if p.heads <= HEADS]
             return few[-1] if few else fits[0]
@@ -182,12 +160,12 @@ def plan(s: Signature, core: Core, kind: type[Plan] = Plan, gates: Widths | None
         size //= 2
 
 
-def backward_plan(s: Signature, core: Core) -> Plan | None:
+def backward_plan(s: Signature, chip: Chip) -> Plan | None:
     """The plan of a call for the backward kernel, or None where none fits; decays by channel unless all gates are one a
     head."""
     gates = widths(s)
-    p = plan(s, core, _Backward, gates if gates == ONE_GATE else gates._replace(decay=s.K))
-    return p if p.vmem <= core.vmem_limit and p.table_bytes <= TABLE_LIMIT else None
+    p = plan(s, chip, _Backward, gates if gates == ONE_GATE else gates._replace(decay=s.K))
+    return p if p.vmem <= chip.vmem_limit and p.table_bytes <= TABLE_LIMIT else None
 
 
 def _legal(s: Signature, P: int) -> bool:
@@ -196,7 +174,7 @@ def _legal(s: Signature, P: int) -> bool:
     return s.H % P == 0 and (s.H == P or all(width % LANES == 0 for width in widths))
 
 
-def _plan(s: Signature, core: Core, size: int, P: int, gates: Widths) -> Plan:
+def _plan(s: Signature, chip: Chip, size: int, P: int, gates: Widths) -> Plan:
     return Plan(
         B=s.B,
         T=s.T,
@@ -213,5 +191,5 @@ def _plan(s: Signature, core: Core, size: int, P: int, gates: Widths) -> Plan:
         precision=s.precision,
         packed=s.packed,
         widths=gates,
-        gathers=core.gathers,
+        gathers=chip.gathers,
     )

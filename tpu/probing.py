@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from ..spec.errors import bad
-from ..spec.problem import Signature
 from ..spec.prologue import prepare, swap_state
 from ..spec.stages import STAGES
 from .calls import by_plain_kernel
-from .kernels import stages as own_stages
+from .execution import Execution
 from .kernels.forward import PROBED
-from .pipeline_plan import Pipeline, pipeline
-from .pipelined import by_pipeline, core
+from .pipeline_plan import Pipeline
+from .pipelined import by_pipeline
 from .plan import plan
 from .reverse_plan import reverse_plan
 
@@ -27,7 +26,7 @@ Array = Any
 Stages = dict[str, tuple[Any, ...]]
 
 
-def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> Stages:
+def probe(e: Execution, operands: dict[str, Array]) -> Stages:
     """The stages of every chunk of a call without packed sequences, under the names of ``spec.stages.STAGES``.
 
     All are the plain kernel's, made of the very functions that it is made of. A call that the pipelined kernel computes
@@ -42,17 +41,18 @@ def probe(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array])
     Raises:
         GdnError: sequences are packed.
     """
-    if s.packed:
+    if e.signature.packed:
         raise bad("cu_seqlens", "given", "be None where stages are probed: chunks of packed sequences differ in length")
-    found = _plain(s, interpret, stages, operands)
-    if stages is own_stages and pipeline(s, core()) is not None:
-        found |= _pipelined(s, interpret, operands)
+    found = _plain(e, operands)
+    if isinstance(e.forward, Pipeline):
+        found |= _pipelined(e, operands)
     return {name: found[name] for name in STAGES}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _plain(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]) -> Stages:
-    found = by_plain_kernel(s, plan(s, core()), interpret, stages, operands, PROBED)[1]
+@partial(jax.jit, static_argnums=0)
+def _plain(e: Execution, operands: dict[str, Array]) -> Stages:
+    s = e.signature
+    found = by_plain_kernel(e, plan(s, e.chip), operands, PROBED)[1]
     x = {name: jnp.reshape(a, (s.B, -1, *a.shape[1:])) for name, a in found.items()}
     return {
         "decay": tuple(x[name][..., :: max(x[name].shape[-1] // max(s.groups, 1), 1)] for name in ("G", "count")),
@@ -65,13 +65,14 @@ def _plain(s: Signature, interpret: Any, stages: Any, operands: dict[str, Array]
     }
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _pipelined(s: Signature, interpret: Any, operands: dict[str, Array]) -> Stages:
+@partial(jax.jit, static_argnums=0)
+def _pipelined(e: Execution, operands: dict[str, Array]) -> Stages:
     """State and output, and delta where the pipeline keeps u: what the inverse solves, before it is scaled by b."""
-    pair = reverse_plan(s, core())
-    p = pair[0] if pair is not None else pipeline(s, core(), ("S",))
-    assert isinstance(p, Pipeline)
-    (o, state, _), kept = by_pipeline(replace(s, output_final_state=True), p, interpret, operands)
+    s = e.signature
+    pair = reverse_plan(s, e.chip)
+    p = pair[0] if pair is not None else e.with_states
+    assert p is not None
+    (o, state, _), kept = by_pipeline(replace(s, output_final_state=True), p, e.interpret, operands)
     before = jnp.reshape(kept["S"], (s.B, -1, s.HV, s.K, s.V))[:, : p.blocks]
     after = jnp.concatenate([before[:, 1:], swap_state(jnp, s, state)[:, None]], 1)
     found: Stages = {"state": (before, after), "output": (_by_chunk(p, o),)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.problem import Signature
+from .chips import Chip
 from .pipeline_plan import Pipeline, pipeline
-from .plan import CHUNK, ONE_GATE, Core, backward_plan, widths
+from .plan import CHUNK, ONE_GATE, backward_plan, widths
 
 __all__ = ["Reverse", "describe_gradients", "reverse_plan"]
 
@@ -62,11 +63,11 @@ class Reverse(NamedTuple):
         )
 
 
-def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
+def reverse_plan(s: Signature, chip: Chip) -> tuple[Pipeline, Reverse] | None:
     """The plans of a call's forward pass, which keeps what the backward pass needs, and of that; None if one cannot."""
     if widths(s) != ONE_GATE or s.packed or (s.K, s.V) != (CHUNK, CHUNK) or s.precision == "highest":
         return None
-    line = pipeline(s, core, ("S", "M", "u"))
+    line = pipeline(s, chip, ("S", "M", "u"))
     R = s.HV // s.H
     P = max((P for P in range(1, s.H + 1) if s.H % P == 0 and P * R <= HEADS), default=None)
     if line is None or P is None:
@@ -79,17 +80,17 @@ def reverse_plan(s: Signature, core: Core) -> tuple[Pipeline, Reverse] | None:
         R=R,
         U=UNITS,
         groups=groups,
-        parts=core.cores if s.B * groups % core.cores == 0 else 1,
+        parts=chip.cores if s.B * groups % chip.cores == 0 else 1,
         summands=line.summands,
         scale=s.scale,
         bytes=2 if s.dtype == "bfloat16" and s.conv is None and not s.qk_l2norm else 4,
     )
-    return (line, p) if p.vmem <= core.vmem else None
+    return (line, p) if p.vmem <= chip.vmem_bytes else None
 
 
-def describe_gradients(s: Signature, core: Core) -> str:
+def describe_gradients(s: Signature, chip: Chip) -> str:
     """Which kernel computes a call's gradients, in a few words."""
-    pair, p = reverse_plan(s, core), backward_plan(s, core)
+    pair, p = reverse_plan(s, chip), backward_plan(s, chip)
     if pair is not None:
         return f"kernel for long rows, {pair[1].heads} value heads and {pair[1].U} chunks a grid step"
     if p is None:

@@ -149,8 +149,7 @@ def tpu_reports(
     Raises:
         GdnError: an argument is wrong, no Pallas kernel serves such a call, or nothing can be compiled here.
     """
-    from ..tpu.chips import chip_named
-    from ..tpu.pipelined import core
+    from ..tpu.chips import chip_named, target
     from ..tpu.scheduling.build import missing, schedules
 
     for name in chips:
@@ -164,7 +163,7 @@ def tpu_reports(
     def told(*args: Any) -> Any:  # traced for one chip after the other
         with watch() as calls:
             out = function(*args)
-        plans[core().chip] = calls[0].by if calls else ""
+        plans[target().name] = calls[0].by if calls else ""
         return out
 
     found = schedules(told, *args, chips=chips, use_cache=use_cache, progress=progress)
