@@ -103,7 +103,9 @@ def test_a_fault_is_found_at_its_stage(under_test, stage):
     parting = found.cases[0].parting
     assert (parting.stage, parting.part, parting.chunk) == (stage, part, chunk)
     assert head is None or parting.head % 2 == head
-    assert parting.token in TOKENS[stage]
+    assert parting.token == TOKENS[stage][0]  # the first, not the worst
+    assert parting.wrong == (False, True)
+    assert "; under test is wrong; " in parting.sentence("numpy", "under test")
     assert f"first at stage {stage}" in next(iter(found.lines()))
     first, second, exact = parting.values
     assert abs(first - exact) < abs(second - exact)
@@ -308,9 +310,6 @@ def test_the_command_reads_a_recording_and_says_what_the_other_side_refuses(unde
 
 
 def test_the_command_refuses(under_test, tmp_path):
-    class Blind(ByStages):
-        probe = property()  # an attribute that is not there
-
     def refused(*arguments):
         with pytest.raises(GdnError) as caught:
             CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
@@ -318,9 +317,9 @@ def test_the_command_refuses(under_test, tmp_path):
 
     path = tmp_path / "x.safetensors"
     record(path, backend_for("numpy", Settings()), "quick", cases_named(["one token"]), Settings())
-    under_test(Blind())
-    assert "--backend is given 1 times" in refused("bisect", "-b", "numpy")
-    assert "has no stages to show" in refused("bisect", "-b", "numpy", "-b", "under test")
+    assert "--backend is given once; it must be given twice, or once beside" in refused("bisect", "-b", "numpy")
+    assert "--backend is given not at all" in refused("bisect")
+    assert "--backend is given 3 times" in refused("bisect", *("-b", "numpy") * 3)
     assert "holds no stages; record again with --stages" in refused("bisect", path, "-b", "numpy")
     assert "--case is 'nonesuch'" in refused("bisect", "-b", "numpy", "-b", "numpy", "--case", "nonesuch")
 
@@ -397,3 +396,206 @@ class _Hashable:
 
     def __init__(self, functions):
         self.__dict__.update(vars(functions))
+
+
+# backends without a probe
+
+
+class Blind(ByStages):
+    """A backend that shows no stages, and whose whole call alone has a fault."""
+
+    probe = property()  # an attribute that is not there
+
+    def __init__(self, change=lambda s, o, state: (o, state)):
+        super().__init__()
+        self.change = change
+
+    def _changed(self, problem, result):
+        o, state = self.change(problem.signature, np.array(result.o), np.array(result.state))
+        return result._replace(o=o, state=state)
+
+    def run(self, problem):
+        return self._changed(problem, super().run(problem))
+
+    def gradients(self, problem, cotangents):
+        result, grads = super().gradients(problem, cotangents)
+        return self._changed(problem, result), grads
+
+
+def state_lost_at_128(s, o, state):
+    """What the third chunk of 64 is handed is 1 % too large in one head."""
+    if s.T >= 128:
+        state[:, 1] *= np.float32(1.01)
+    if s.T > 128:
+        o[:, 128:, 1] *= np.float32(1.01)
+    return o, state
+
+
+def output_wrong_from_77(s, o, state):
+    o[:, 77:, 3] *= np.float32(1.01)
+    return o, state
+
+
+def state_kept_in_16_bits(s, o, state):
+    import ml_dtypes
+
+    return o, state.astype(ml_dtypes.bfloat16).astype(np.float32) if s.T == 64 else state
+
+
+#: (fault, case, (stage, part, row, chunk, head, token))
+UNSEEN = {
+    "a state": (state_lost_at_128, Case("GDN", T=200, HV=4), ("state", "S", 0, 2, 1, 128)),
+    "an output": (
+        output_wrong_from_77, Case("KDA", "KDA", T=130, HV=4, state_layout="vk"), ("output", "o", 0, 1, 3, 77),
+    ),
+    "16 bits": (state_kept_in_16_bits, Case("GDN", T=130, HV=4), ("state", "S", 0, 1, None, 64)),
+    "packed": (output_wrong_from_77, Case("packed", layout="packed", HV=4), ("output", "o", 3, 0, 3, 0)),
+    "mixer": (
+        state_lost_at_128, Case("mixer", T=130, conv=4, gate="softplus", l2norm=True, HV=4),
+        ("state", "S", 0, 2, 1, 128),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_backend_without_a_probe_parts_at_a_border(under_test, name):
+    change, case, (stage, part, row, chunk, head, token) = UNSEEN[name]
+    under_test(Blind(change))
+    found = bisect(dispatch.get("numpy"), dispatch.get("under test"), [case], Settings())
+    (compared,) = found.cases
+    parting = compared.parting
+    assert (parting.stage, parting.part, parting.row, parting.chunk) == (stage, part, row, chunk)
+    assert head is None or parting.head == head
+    assert parting.token == token
+    assert parting.wrong == (False, True)
+    assert parting.derived == (False, False)
+    assert any("of under test states at chunk borders and outputs are compared" in said for said in compared.remarks)
+    assert ("bfloat16 can hold" in parting.hint) == (name == "16 bits")
+    other = bisect(dispatch.get("under test"), dispatch.get("numpy"), [case], Settings()).cases[0].parting
+    assert (other.stage, other.chunk, other.wrong) == (stage, chunk, (True, False))
+
+
+@pytest.mark.parametrize("case", cases_named(["one token", "KDA", "packed with empties", "left padding", "segments"]))
+def test_a_sound_backend_without_a_probe_parts_nowhere(under_test, case):
+    under_test(Blind())
+    found = bisect(dispatch.get("numpy"), dispatch.get("under test"), [case], Settings())
+    assert found.agree, list(found.lines())
+    assert set(found.cases[0].errors["under test"]) == {"state", "output"}
+
+
+def test_two_without_a_probe_and_a_recording_of_one(under_test, tmp_path):
+    path = tmp_path / "blind.safetensors"
+    settings = Settings(stages=True)
+    under_test(sound := Blind())
+    case = Case("long", T=1100, K=4, V=4)
+    record(path, sound, "standard", [case], settings)
+    assert RunFile(path).stage_chunk == 128  # so that no call has more than 16 borders
+    under_test(Blind(lambda s, o, state: (o, state * np.float32(1.01 if s.T >= 640 else 1))))
+    found = compare(RunFile(path), dispatch.get("under test"), Settings())
+    assert found.cases[0].parting.token == 640
+    assert found.cases[0].parting.wrong == (False, True)
+    assert "They part first at stage state" in found.sentence()
+    assert "under test (here) is wrong" in found.sentence()
+
+
+def test_only_the_side_that_derives_a_stage_is_said_to_derive_it(under_test):
+    class Derives(ByStages):
+        derived_stages = ("wy",)
+
+    for ours, names in ((ByStages, {"numpy"}), (Derives, {"numpy", "under test"})):
+        under_test(ours(**PLANTED["wy"][0]))
+        numpy = SimpleNamespace(**{n: getattr(Numpy(), n) for n in dir(Numpy()) if not n.startswith("__")})
+        numpy.derived_stages = ("wy",)
+        found = bisect(numpy, dispatch.get("under test"), [Case("GDN", T=64, H=1, HV=1)], Settings())
+        said = found.cases[0].parting.sentence(*found.cases[0].apart)
+        assert f"(derived by {' and '.join(sorted(names))}: " in said
+    under_test(ByStages(**PLANTED["wy"][0]))
+    found = bisect(Numpy(), dispatch.get("under test"), [Case("GDN", T=64, H=1, HV=1)], Settings())
+    assert "derived" not in found.cases[0].parting.sentence(*found.cases[0].apart)
+
+
+def test_both_sides_may_be_wrong(under_test):
+    """The oracle knows, also where the two agree with each other less than with it."""
+    pg.register_backend(other := ByStages(**PLANTED["delta"][0]))
+    under_test(ByStages(**spoiled("delta", 0, at(np.s_[..., 50, 11], 0.98))))
+    found = bisect(other, dispatch.get("under test"), [Case("GDN", HV=4)], Settings())
+    parting = found.cases[0].parting
+    assert parting.wrong == (True, True)
+    assert "are both wrong" in parting.sentence("a", "b")
+
+
+def test_errors_stand_beside_differences_in_their_units(under_test):
+    """What is said of a token is a norm over that token, and of a chunk over that chunk, with what may be beside it."""
+    under_test(ByStages(**PLANTED["output"][0]))
+    parting = (
+        bisect(dispatch.get("numpy"), dispatch.get("under test"), [Case("GDN", HV=4)], Settings()).cases[0].parting
+    )
+    first, second, _ = parting.values
+    assert parting.token_error == pytest.approx(abs(first - second), rel=1e-4)  # one entry of the row is wrong
+    assert parting.error == pytest.approx(parting.token_error, rel=1e-4)
+    assert parting.token_budget < parting.budget < parting.error < parting.norm
+
+
+def test_what_a_probe_does_wrong_is_said_and_the_rest_goes_on(under_test):
+    class Breaks(ByStages):
+        def probe(self, problem):
+            raise RuntimeError("out of memory")
+
+    under_test(Breaks())
+    found = bisect(dispatch.get("numpy"), dispatch.get("under test"), cases_named(["one token", "KDA"]), Settings())
+    assert found.agree
+    assert any("its probe fails: RuntimeError: out of memory" in line for line in found.lines())
+
+
+# what one side refuses
+
+
+class NoMasks(Blind):
+    """As many backends of others: neither segments nor masks, and no probe."""
+
+    def refuses(self, signature):
+        return "it has no masks" if signature.has("mask") else None
+
+
+def test_what_one_side_refuses_is_listed_and_the_rest_compared(under_test, tmp_path):
+    """Packed sequences, whose stages are had in padded rows, and padding itself."""
+    cases = cases_named(["one token", "packed with empties", "left padding", "KDA"])
+    path, page = tmp_path / "stages.safetensors", tmp_path / "page.html"
+    record(path, backend_for("numpy", Settings(stages=True)), "quick", cases, Settings(stages=True))
+    under_test(NoMasks())
+    found = run("compare", path, "-b", "under test", "--report", page)
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.stdout.split())
+    assert (
+        "not compared: left padding: under test (here): backend 'under test' cannot run this call: it has no masks"
+        in said
+    )
+    assert (
+        "Equal: numpy (recorded) and under test (here) agree in 24 results of 3 cases. 1 case was not compared." in said
+    )
+    assert "left padding" in page.read_text()
+    found = run("bisect", path, "-b", "under test")
+    assert found.exit_code == 0, found.output
+    assert "not compared: left padding: under test: " in " ".join(found.stdout.split())
+    found = run("record", "-b", "under test", "--suite", "quick", "--stages", "-o", tmp_path / "theirs.safetensors")
+    assert found.exit_code == 0, found.output
+    assert "not computed: left padding: " in " ".join(found.stdout.split())
+    found = run("compare", path, tmp_path / "theirs.safetensors")
+    assert found.exit_code == 0, found.output
+    assert "not compared: left padding: under test (recorded): " in " ".join(found.stdout.split())
+
+
+@pytest.mark.parametrize("order", [("under test", "numpy"), ("numpy", "under test")])
+def test_a_sequence_at_which_one_side_breaks_is_named_and_the_rest_handed_over(under_test, order):
+    class Breaks(ByStages):
+        def run(self, problem):
+            if problem.signature.variant.name == "KDA":
+                raise RuntimeError("out of memory")
+            return super().run(problem)
+
+    under_test(Breaks())
+    found = run("handover", "-b", order[0], "-b", order[1])
+    assert found.exit_code == 1
+    said = " ".join(found.stdout.split())
+    assert "FAILED: KDA: under test: RuntimeError: out of memory" in said
+    assert f"fails: 4 sequences from {order[0]} to {order[1]}" in said

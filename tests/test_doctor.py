@@ -15,7 +15,7 @@ from portable_gdn import dispatch
 from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
 from portable_gdn.harness import recordings
-from portable_gdn.harness.cases import designed
+from portable_gdn.harness.cases import Case, build, designed
 from portable_gdn.harness.compute import Settings, backend_for
 from portable_gdn.harness.doctor import diagnose
 from portable_gdn.harness.record import record
@@ -131,6 +131,106 @@ def test_what_the_doctor_cannot_read(tmp_path):
             CliRunner().invoke(app, ["doctor", str(path)], catch_exceptions=False)
 
 
+def swapped(x, *names):
+    return {n: np.ascontiguousarray(np.swapaxes(a, 1, 2)) if n in names else a for n, a in x.items()}
+
+
+def gdn2():
+    x = make("GDN-2", T=80)
+    x["q"] = x["q"] / np.linalg.norm(x["q"], axis=-1, keepdims=True)
+    return x
+
+
+#: What does not fit: (operands, words of what is found, words of the guess).
+UNFIT = {
+    "beta by key heads": ({**sound(), "beta": sound()["beta"][:, :, :2]}, "beta is of shape [2, 80, 2]", "key head"),
+    "g of 3 heads": ({**sound(), "g": sound()["g"][:, :, :3]}, "g is of shape [2, 80, 3]", ""),
+    "g of other tokens": ({**sound(), "g": sound()["g"][:, :7]}, "g is of shape [2, 7, 4]", ""),
+    "g of one row": ({**sound(), "g": sound()["g"][0]}, "g is of shape [80, 4]", ""),
+    "g of 5 groups": ({**sound(), "g": np.zeros((2, 80, 4, 5), np.float32)}, "g is of 5 decays a head", ""),
+    "beta with heads first": (swapped(sound(), "beta"), "beta is of shape [2, 4, 80]", "[B, HV, T]"),
+    "integers": ({**sound(), "beta": np.ones((2, 80, 4), np.int32)}, "beta is of dtype int32", ""),
+    "k of another dtype": ({**sound(), "k": sound()["k"].astype(np.float16)}, "k is of dtype float16", ""),
+    "a state": ({**sound(), "initial_state": sound()["initial_state"][:, :, :3]}, "initial_state is of shape", ""),
+    "A_log": ({**sound(), "A_log": np.zeros(3, np.float32)}, "A_log is of shape [3]", ""),
+    "dt_bias": ({**sound(), "dt_bias": np.zeros(3, np.float32)}, "dt_bias is of shape [3]", ""),
+    "erase": ({**gdn2(), "erase": gdn2()["erase"][..., :5]}, "erase is of shape [2, 80, 4, 5]", ""),
+    "write": ({**gdn2(), "write": gdn2()["write"][:, :, :2]}, "write is of shape [2, 80, 2, 24]", "each key head"),
+    "beta beside erase": ({**gdn2(), "beta": sound()["beta"]}, "beta and erase are both given", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_is_told_and_the_rest_examined(tmp_path, name):
+    x, words, guess = UNFIT[name]
+    x = {**x, "v": np.array(x["v"])}
+    x["v"][0, 3, 1, 2] = np.nan
+    report = run("doctor", written(tmp_path / "unfit.safetensors", x), "--json")
+    assert report.exit_code == 1, report.output
+    first, *others = json.loads(report.stdout)["findings"]
+    assert words in first["what"]
+    assert first["why"].startswith("the call will be refused")
+    assert guess in first["why"]
+    assert any(found["what"].startswith("v holds 1 values") for found in others)
+
+
+def test_each_operand_that_does_not_fit_is_told(tmp_path):
+    x = {**sound(), "beta": sound()["beta"][:, :, :2], "g": sound()["g"][:, :, :3]}
+    x["initial_state"] = x["initial_state"][..., :7]
+    found = diagnose(written(tmp_path / "unfit.safetensors", x))[1]
+    assert {f.what.split()[0] for f in found if f.severity == "error"} == {"beta", "g", "initial_state"}
+
+
+def test_heads_before_tokens_are_guessed(tmp_path):
+    x = sound()
+    for names, words in (
+        (("q", "k", "v", "g", "beta"), "q, k and v have shapes"),
+        (("q", "k", "v"), "q, k and v have"),
+    ):
+        with pytest.raises(GdnError, match=rf"{words} .* look like \[B, H, T, K\], heads before tokens"):
+            diagnose(written(tmp_path / "swapped.safetensors", swapped(x, *names)))
+    same = make("GDN", T=80, H=4, HV=4)  # where q, k and v alone fit in either order
+    (finding, *_) = diagnose(written(tmp_path / "swapped.safetensors", swapped(same, "q", "k", "v")))[1]
+    assert "heads before tokens" in finding.why
+    many = make("GDN", T=512, H=4, HV=4)
+    found = diagnose(written(tmp_path / "all.safetensors", swapped(many, "q", "k", "v", "g", "beta")))[1]
+    assert any(f.what == "there are 512 heads and 4 tokens" and f.severity == "note" for f in found)
+
+
+def test_one_call_that_does_not_fit_hides_no_other(tmp_path):
+    good, bad, sick = sound(), {**sound(), "v": sound()["v"][:, :3]}, spoiled("g", (0, 5, 1), 0.5)
+    x = {f"{i}.{n}": a for i, call in enumerate((good, bad, sick)) for n, a in call.items()}
+    names, found = diagnose(written(tmp_path / "three.safetensors", x))
+    assert names == ["0", "2"]
+    assert [(f.call, f.severity) for f in found] == [("1", "error"), ("2", "error")]
+    assert found[0].what.startswith("q, k and v have shapes")
+
+
+@pytest.mark.parametrize("layout", ["right padding", "left padding", "holes"])
+def test_what_padding_holds_does_not_matter(tmp_path, layout):
+    path = tmp_path / "run.safetensors"
+    case = Case("padded", "GDN-2", T=65, B=2, layout=layout)
+    assert all(np.isnan(build(case).operands[name]).any() for name in ("q", "g", "erase", "write"))
+    record(path, backend_for("numpy", Settings()), "quick", [case], Settings())
+    assert diagnose(path) == (["padded"], [])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_recording_that_was_changed_is_told(tmp_path, stored):
+    path = tmp_path / "run.safetensors"
+    cases = [c for c in designed() if c.name in ("one token", "a chunk", "KDA")]
+    record(path, backend_for("numpy", Settings()), "quick", cases, Settings(), store_inputs=stored)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1  # of the last tensor
+    path.write_bytes(data)
+    found = run("doctor", path, "--json")
+    assert found.exit_code == 1
+    report = json.loads(found.stdout)
+    (finding,) = [f for f in report["findings"] if "hash that was recorded" in f["what"]]
+    assert finding["call"] == "KDA"
+    assert report["calls"] == ["one token", "a chunk"]
+
+
 # handing states over
 
 
@@ -219,7 +319,7 @@ def test_what_either_side_refuses_is_said_and_no_pass(under_test, names):
     found = run("handover", "-b", names[0], "-b", names[1], "--case", "KDA", "--json")
     assert found.exit_code == 1
     assert json.loads(found.stdout) == {
-        "ok": False, "results": [], "refused": {"KDA": "v is too much; it must be less."},
+        "ok": False, "results": [], "refused": {"KDA": "v is too much; it must be less."}, "failed": {},
     }  # fmt: skip
 
 
@@ -233,7 +333,7 @@ def test_a_state_taken_wrongly_is_found(under_test, fault, case):
 
 def test_handover_refuses(tmp_path):
     for arguments, words in (
-        (("-b", "numpy"), "--backend is given 1 times; it must be given twice here"),
+        (("-b", "numpy"), "--backend is given once; it must be given twice here"),
         (("-b", "numpy", "-b", "numpy", "--case", "nonesuch"), "--case is 'nonesuch'"),
         (("-b", "numpy", "-o", str(tmp_path / "no" / "x")), "--output is in"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import portable_gdn as pg
 from portable_gdn import dispatch
 from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
-from portable_gdn.harness import check, fuzz
+from portable_gdn.harness import check, fuzz, properties
 from portable_gdn.harness.cases import Case
 from portable_gdn.harness.properties import PROPERTIES, Violation, hold
 from portable_gdn.spec.errors import GdnError
@@ -199,6 +200,80 @@ def test_the_same_seed_draws_the_same_cases(monkeypatch):
 
 def test_the_time_limit_ends_it():
     assert fuzz.fuzz("numpy", cases=10**6, seconds=0.5, batch=5).tried < 10**4
+
+
+@pytest.mark.parametrize("cases", [5, 12, 60, 130, 700])
+def test_every_property_gets_its_share(monkeypatch, cases):
+    for name in PROPERTIES:
+        monkeypatch.setitem(PROPERTIES, name, lambda backend, case: None)
+    found = fuzz.fuzz("numpy", cases=cases)
+    drawn = [found.held[name] for name in PROPERTIES]
+    assert sum(drawn) == cases
+    assert max(drawn) - min(drawn) <= 1
+    assert found.not_drawn == [name for name, n in zip(PROPERTIES, drawn, strict=True) if not n]
+    assert ("not drawn, and so not checked: " in found.sentence()) == (cases < len(PROPERTIES))
+
+
+def test_what_was_not_drawn_is_said(under_test):
+    """By the sentence, the table and the JSON; whether cases, time or somebody ended it."""
+    under_test(Changed())
+    found = run("-b", "under test", "--cases", "2", "--json")
+    report = json.loads(found.stdout)
+    assert report["not_drawn"] == list(PROPERTIES)[2:]
+    assert "not drawn, and so not checked: neighbours, packed_as_alone," in report["sentence"]
+    table = " ".join(run("-b", "under test", "--cases", "2").stdout.split())
+    assert "neighbours 0 not drawn" in table
+    assert "not checked: neighbours, packed_as_alone" in table
+    assert "tiny" in fuzz.fuzz("under test", cases=10**6, seconds=1e-9).not_drawn
+
+
+def test_a_short_time_is_shared_too(monkeypatch):
+    for name in PROPERTIES:
+        monkeypatch.setitem(PROPERTIES, name, lambda backend, case: time.sleep(0.001))
+    assert not fuzz.fuzz("numpy", cases=10**6, seconds=2).not_drawn
+
+
+def test_a_backend_that_refuses_all_of_a_property_is_not_said_to_hold_it(under_test):
+    class NoSteps(Changed):
+        def refuses(self, signature):
+            return "it has no steps" if signature.step else None
+
+    under_test(NoSteps())
+    arguments = ("-b", "under test", "--cases", "6", "--property", "steps", "--property", "tiny")
+    report = json.loads(run(*arguments, "--json").stdout)
+    assert report["not_computed"] == ["steps"]
+    said = " ".join(run(*arguments).stdout.split())
+    assert "steps 0 3 nothing computed" in said
+    assert "0 failures, 3 refused, and of steps all that was drawn" in said
+
+
+@pytest.mark.parametrize("name", ["dtypes", "resets", "steps", "scaling", "causality", "finite_differences"])
+def test_cases_of_which_a_property_says_nothing_do_not_count(monkeypatch, name):
+    """The simplest case, which is always drawn first, has one token, float32 and no state."""
+    computed = []
+
+    def counted(run):
+        def counting(backend, inputs):
+            computed.append(1)
+            return run(backend, inputs)
+
+        return counting
+
+    for function in ("_run", "_with_gradients"):
+        monkeypatch.setattr(properties, function, counted(getattr(properties, function)))
+    found = fuzz.fuzz("numpy", cases=4, properties=[name])
+    assert found.held == {name: 4}
+    assert len(computed) >= 4
+
+
+def test_one_failure_is_one(under_test):
+    under_test(Changed(breaks_on_one_token))
+    found = fuzz.fuzz("under test", cases=3, properties=["tiny"])
+    assert " 1 failure, 0 refused" in found.sentence()
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
 
 
 def test_what_was_found_before_an_interruption_is_kept(monkeypatch):

@@ -13,7 +13,7 @@ from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile
 from ..harness.suites import SUITES, suite
 from ..spec.errors import GdnError, bad
-from .output import console, print_json, progress_bar
+from .output import print_json, progress_bar, say, times
 
 __all__ = ["bisect"]
 
@@ -39,11 +39,9 @@ def bisect(
     """Print where two backends, or a recording and a backend, part; exit code 1 if they do."""
     names = list(backend or [])
     if len(names) != (2 if recording is None else 1):
-        raise bad("--backend", f"given {len(names)} times", "be given twice, or once beside a recording")
+        raise bad("--backend", f"given {times(len(names))}", "be given twice, or once beside a recording")
     settings = Settings(precision, chunk_size, None, True, emulate)
     own = backend_for(names[-1], settings)
-    if not own.has_stages:
-        raise GdnError(f"backend {names[-1]!r} has no stages to show; `portable-gdn compare` compares results.")
     file = None if recording is None else RunFile(recording)
     if file is not None and not file.settings.stages:
         raise GdnError(f"{recording}: the recording holds no stages; record again with --stages.")
@@ -64,5 +62,5 @@ def bisect(
 
 def _print(found: Bisected) -> None:
     for line in found.lines():
-        console.print(line, markup=False)
-    console.print(found.sentence(), style="green" if found.agree else "bold red", markup=False)
+        say(line)
+    say(found.sentence(), "green" if found.agree else "bold red")

@@ -12,10 +12,9 @@ from rich.table import Table
 
 from ..harness.compute import one_thread
 from ..harness.fuzz import Fuzzed, fuzz, reproducer
-from ..harness.properties import PROPERTIES
 from ..harness.run_file import check_target
 from ..spec.errors import bad
-from .output import console, print_json, progress_bar, write_whole
+from .output import print_json, progress_bar, say, say_verdict, show, write_whole
 
 __all__ = ["check"]
 
@@ -58,21 +57,17 @@ def check(
 def _print(found: Fuzzed, files: list[Path]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("property", "held", "refused", ""):
-        table.add_column(name, justify="right" if name in ("held", "refused") else "left", no_wrap=not name)
-    failed = {failure.property: failure for failure in found.failures}
-    for name in PROPERTIES:
-        if found.held[name] or found.refused[name] or name in failed:
-            said = "[bold red]FAILS[/]" if name in failed else ""
-            table.add_row(name, str(found.held[name]), str(found.refused[name] or ""), said)
-    console.print(table)
+        table.add_column(name, justify="right" if name in ("held", "refused") else "left", no_wrap=bool(name))
+    failed = {failure.property for failure in found.failures}
+    for name in found.asked:
+        said = "[bold red]FAILS[/]" if name in failed else ""
+        if name in found.not_drawn:
+            said = "[yellow]not drawn[/]"
+        elif name in found.not_computed:
+            said = "[yellow]nothing computed[/]"
+        table.add_row(name, str(found.held[name]), str(found.refused[name] or ""), said)
+    show(table)
     for failure, path in zip(found.failures, files, strict=True):
-        console.print(f"{failure.property}: {failure.sentence}", markup=False)
-        console.print(f"  {path}: python {path} shows it again", markup=False)
-    if not found.held:
-        console.print("[bold red]fails[/]: nothing was computed")
-        return
-    verdict = "[bold red]fails[/]" if found.failures else "[green]holds[/]"
-    console.print(
-        f"{verdict}: {found.tried} cases on {found.backend} in {found.seconds:.0f} s, seed {found.seed}: "
-        f"{len(found.failures)} failures, {found.refused.total()} refused{', interrupted' if found.interrupted else ''}"
-    )
+        say(f"{failure.property}: {failure.sentence}")
+        say(f"  {path}: python {path} shows it again")
+    say_verdict(bool(found.held) and not found.failures, found.sentence())

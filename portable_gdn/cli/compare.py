@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile, check_target
 from ..spec.errors import GdnError, bad
-from .output import console, print_json, progress_bar, write_whole
+from .output import console, print_json, progress_bar, say, show, write_whole
 
 __all__ = ["compare"]
 
@@ -101,26 +102,27 @@ def print_comparison(found: Comparison, all_rows: bool) -> None:
             t.tensor, _figure(t.a.error), _figure(t.b.error), _figure(max(t.a.expected, t.b.expected)),
             _figure(t.difference), _figure(t.budget), _verdict(t), *([] if narrow else [name]),
         )  # fmt: skip
-    console.print(table)
+    show(table)
     for case in found.cases:
         if not case.ok:
             parts = ", ".join(t.tensor for t in case.tensors if not t.holds)
-            console.print(f"  DIFFERS: {case.case}: {parts}", markup=False)
+            say(f"  DIFFERS: {case.case}: {parts}")
             if case.parting is not None:
-                console.print(f"    {case.parting.sentence(*case.apart)}", markup=False)
-            for remark in case.remarks:
-                console.print(f"    {remark}", markup=False)
+                say(f"    {case.parting.sentence(*case.apart)}")
             for t in case.tensors:
                 for i in t.suspects if t.tensor in case.statistics else ():
                     for finding in case.statistics[t.tensor][i].findings:
-                        console.print(f"    {t.tensor} of {(found.a, found.b)[i].label}: {finding}", markup=False)
+                        say(f"    {t.tensor} of {(found.a, found.b)[i].label}: {finding}")
+    remarks = Counter(remark for case in found.cases if not case.ok for remark in case.remarks)
+    for remark, count in remarks.items():
+        say(f"  {'in 1 case' if count == 1 else f'in {count} cases'}: {remark}")
     for title, why in (("not compared", found.not_compared), ("FAILED", found.failed)):
         for name, reason in why.items():
-            console.print(f"  {title}: {name}: {reason}", markup=False)
+            say(f"  {title}: {name}: {reason}")
     ill = sorted({case.case for case in found.cases for t in case.tensors if not t.judged})
     if ill:
-        console.print(f"  not judged, ill-conditioned or known: {', '.join(ill)}", markup=False)
-    console.print(found.sentence(), style="green" if found.equal else "bold red", markup=False)
+        say(f"  not judged, ill-conditioned or known: {', '.join(ill)}")
+    say(found.sentence(), "green" if found.equal else "bold red")
 
 
 def _verdict(t: TensorComparison) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from ..harness.doctor import diagnose
-from .output import console, print_json
+from .output import console, print_json, say
 
 __all__ = ["doctor"]
 
@@ -26,11 +27,11 @@ def doctor(
         print_json({"ok": not errors, "calls": names, "findings": [finding._asdict() for finding in found]})
     else:
         for finding in found:
-            console.print(f"{finding.severity}: ", style=_COLOURS[finding.severity], end="")
-            console.print(f"{finding.call}: {finding.what}.", markup=False)
-            console.print(f"    {finding.why[0].upper()}{finding.why[1:]}.", markup=False, style="dim")
+            lead = Text(f"{finding.severity}: ", _COLOURS[finding.severity])
+            console.print(lead.append(f"{finding.call}: {finding.what}.", "default"), soft_wrap=True)
+            say(f"    {finding.why[0].upper()}{finding.why[1:]}{'' if finding.why.endswith('?') else '.'}", "dim")
         counts = {s: sum(finding.severity == s for finding in found) for s in _COLOURS}
         told = ", ".join(f"{n} {s}{'' if n == 1 else 's'}" for s, n in counts.items() if n) or "nothing will hurt"
-        console.print(f"{len(names)} call{'' if len(names) == 1 else 's'} examined: {told}")
+        say(f"{len(names)} call{'' if len(names) == 1 else 's'} examined: {told}")
     if errors:
         raise typer.Exit(1)

@@ -9,11 +9,12 @@ import typer
 from rich import box
 from rich.table import Table
 
+from ..harness.compare import finite
 from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.handover import CASES, Carried, begin, finish, load, save
 from ..harness.run_file import check_target
 from ..spec.errors import GdnError, bad
-from .output import console, print_json, progress_bar
+from .output import print_json, progress_bar, say, say_verdict, show, times
 
 __all__ = ["handover"]
 
@@ -33,7 +34,7 @@ def handover(
     names = list(backend or [])
     wanted = 1 if states is not None or output is not None else 2
     if len(names) != wanted:
-        raise bad("--backend", f"given {len(names)} times", f"be given {'once' if wanted == 1 else 'twice'} here")
+        raise bad("--backend", f"given {times(len(names))}", f"be given {times(wanted)} here")
     if states is not None and output is not None:
         raise GdnError("STATES and --output are both given; states are continued from, or written.")
     if output is not None:
@@ -43,19 +44,20 @@ def handover(
         raise bad("--case", repr(case), f"be part of one of {', '.join(repr(c.name) for c in CASES)}")
     one_thread()
     refused: dict[str, str] = {}
+    failed: dict[str, str] = {}
     with progress_bar("handover") as update:
         if states is not None:
             carried = [item for item in load(states) if case is None or case in item.case.name]
         else:
-            carried, refused = begin(backend_for(names[0], Settings()), cases, update)
+            carried, refused, failed = begin(backend_for(names[0], Settings()), cases, update)
         if output is not None:
-            _saved(output, carried, refused, as_json)
+            _saved(output, carried, refused, failed, as_json)
             return
-        rows, more = finish(backend_for(names[-1], Settings()), carried, update)
-    refused |= more
-    ok = bool(rows) and all(row.ok for row in rows)
+        rows, *more = finish(backend_for(names[-1], Settings()), carried, update)
+    refused, failed = refused | more[0], failed | more[1]
+    ok = bool(rows) and all(row.ok for row in rows) and not failed
     if as_json:
-        print_json({"ok": ok, "results": [row._asdict() for row in rows], "refused": refused})
+        print_json({"ok": ok, "results": finite([row._asdict() for row in rows]), "refused": refused, "failed": failed})
     else:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         for name in ("case", "tensor", "layout", "error", "budget", ""):
@@ -63,28 +65,35 @@ def handover(
         for row in rows:
             verdict = "[green]holds[/]" if row.ok else "[bold red]FAILS[/]"
             table.add_row(row.case, row.tensor, row.layouts, f"{row.error:.1e}", f"{row.budget:.1e}", verdict)
-        console.print(table)
-        for name, why in refused.items():
-            console.print(f"  not handed over: {name}: {why}", markup=False)
+        show(table)
+        _left_out("not handed over", refused, failed)
         source = carried[0].backend if carried else names[0]
-        verdict = "[green]holds[/]" if ok else "[bold red]fails[/]"
-        what = (
-            f"{len({row.case for row in rows})} sequences from {source} to {names[-1]}"
-            if rows
-            else "nothing was handed over"
-        )
-        console.print(f"{verdict}: {what}")
+        count = len({row.case for row in rows})
+        what = f"{count} sequence{'' if count == 1 else 's'} from {source} to {names[-1]}"
+        say_verdict(ok, what if rows else "nothing was handed over")
     if not ok:
         raise typer.Exit(1)
 
 
-def _saved(output: Path, carried: list[Carried], refused: dict[str, str], as_json: bool) -> None:
+def _saved(
+    output: Path, carried: list[Carried], refused: dict[str, str], failed: dict[str, str], as_json: bool
+) -> None:
     if not carried:
-        raise GdnError(f"none of the cases could be begun: {next(iter(refused.values()))}")
+        raise GdnError(f"none of the cases could be begun: {next(iter((refused | failed).values()))}")
     save(output, carried)
     if as_json:
-        print_json({"file": str(output), "cases": [item.case.name for item in carried], "refused": refused})
+        cases = [item.case.name for item in carried]
+        print_json({"file": str(output), "cases": cases, "refused": refused, "failed": failed})
     else:
-        console.print(f"{output}  states of {len(carried)} sequences, cut at token {carried[0].cut}")
-        for name, why in refused.items():
-            console.print(f"  not begun: {name}: {why}", markup=False)
+        count = len(carried)
+        say(f"{output}  states of {count} sequence{'' if count == 1 else 's'}, cut at token {carried[0].cut}")
+        _left_out("not begun", refused, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _left_out(what: str, refused: dict[str, str], failed: dict[str, str]) -> None:
+    for name, why in refused.items():
+        say(f"  {what}: {name}: {why}")
+    for name, why in failed.items():
+        say(f"  FAILED: {name}: {why}", "bold red")

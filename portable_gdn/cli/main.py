@@ -1,50 +1,54 @@
-"""The command ``portable-gdn``. Exit codes: 0 holds, 1 a check failed, 2 the input is wrong, 130 interrupted."""
+"""The command ``portable-gdn``. Exit codes: 0 holds, 1 a check failed, 2 the input is wrong, 130 interrupted.
+
+All else is imported inside ``main``, so that an interruption while it is imported ends in a sentence, too.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import typer
+from . import interruption
 
-from ..spec.errors import GdnError
-from . import bisect, capture, check, compare, doctor, gpu_report, handover, info, port, record, tpu_report, verify
+__all__ = ["main"]
 
-__all__ = ["app", "main"]
 
-app = typer.Typer(
-    name="portable-gdn",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="One gated delta rule on GPU and TPU, and the proof that they agree.",
-)
-app.command()(info.info)
-app.command()(verify.verify)
-app.command()(record.record)
-app.command()(compare.compare)
-app.command()(bisect.bisect)
-app.command()(check.check)
-app.command()(handover.handover)
-app.command()(doctor.doctor)
-app.command()(capture.capture)
-app.command()(port.port)
-app.command()(port.inspect)
-app.command("tpu-report")(tpu_report.tpu_report)
-app.command("gpu-report")(gpu_report.gpu_report)
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from .app import app
+
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:
     """Run the command line; errors of the caller become a sentence and exit code 2."""
+    interruption.install()
     try:
-        app()
+        sys.exit(_run())
+    except KeyboardInterrupt:
+        interruption.over()
+        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130 and not interruption.was_said(end):
+            interruption.over()
+        raise
+
+
+def _run() -> int:
+    from ..spec.errors import GdnError
+    from .app import app
+
+    try:
+        app(prog_name="portable-gdn")
     except GdnError as error:
         print(f"portable-gdn: {error}", file=sys.stderr)
-        sys.exit(2)
-    except SystemExit as end:
-        if end.code == 130:  # which typer makes of a KeyboardInterrupt, without a word
-            print("portable-gdn: interrupted; nothing was concluded, and nothing was written.", file=sys.stderr)
-        raise
+        return 2
     except OSError as error:
         print(f"portable-gdn: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,101 @@
-"""What commands share: where things are printed, JSON, progress, files written whole or not at all."""
+"""What commands share: where things are printed and how, JSON, progress, files written whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["console", "messages", "print_json", "progress_bar", "write_whole"]
+from . import interruption
 
-console = Console(highlight=False)
-messages = Console(stderr=True, highlight=False)
+__all__ = [
+    "console", "messages", "plain_progress", "print_json", "progress_bar", "say", "say_verdict", "show", "times",
+    "write_whole",
+]  # fmt: skip
+
+#: Columns of a "screen" that is a pipe or a file: nothing is cut or broken there.
+UNBOUNDED = 10_000
+#: Seconds between two lines of progress where there is no terminal to draw a bar on.
+EVERY = 10.0
+
+#: Called with what is at work, what is done, and of how much, where that is known.
+Update = Callable[[str, int, int | None], None]
+
+#: A few words in a style of ours; every other bracket is part of the text, such as that of an extra's name.
+_OURS = re.compile(r"\[(?:green|yellow|dim|bold red)\][^\[\]]*\[/\]")
+_BRACKET = re.compile(r"(?<!\\)\[")
+
+
+class _Console(Console):
+    """A console that takes no text for markup but what commands write themselves, and does not break lines in a pipe.
+
+    What commands print holds names of files, extras, tensors and cases, and sentences of other libraries: brackets in
+    them stay as they are, in lines and in tables.
+    """
+
+    def render_str(self, text: str, **more: Any) -> Text:
+        """Text of a string, in which ``[green]holds[/]`` is green and ``[gpu]`` is itself."""
+        parts, end = [], 0
+        for ours in _OURS.finditer(text):
+            parts += [_BRACKET.sub(r"\\[", text[end : ours.start()]), ours.group()]
+            end = ours.end()
+        parts.append(_BRACKET.sub(r"\\[", text[end:]))
+        return super().render_str("".join(parts), **more)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """The terminal's size; where there is none, and COLUMNS does not say one, there is room for everything."""
+        if self.is_terminal or self._width is not None or "COLUMNS" in os.environ:
+            return super().size
+        return ConsoleDimensions(UNBOUNDED, 25)
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self._width, self._height = new
+
+
+console = _Console(highlight=False, emoji=False)
+messages = _Console(stderr=True, highlight=False, emoji=False)
+
+
+def say(text: str, style: str | None = None) -> None:
+    """One line, which the terminal may wrap and nothing else breaks; brackets in it are text."""
+    console.print(Text(text), style=style, soft_wrap=True)
+
+
+def say_verdict(holds: bool, sentence: str) -> None:
+    """The last line of a check: "holds" or "fails", and a sentence."""
+    line = Text("holds" if holds else "fails", "green" if holds else "bold red")
+    console.print(line.append(f": {sentence}", "default"), soft_wrap=True)
+
+
+def show(table: Table) -> None:
+    """A table as wide as it is: a terminal that is too narrow wraps its lines, and names stay whole."""
+    wide = console.options.update(max_width=UNBOUNDED)
+    needs = console.measure(table, options=wide).maximum
+    if needs <= console.width:
+        console.print(table)
+        return
+    _Console(file=console.file, width=needs, highlight=False, emoji=False, force_terminal=console.is_terminal).print(
+        table, crop=False
+    )
+
+
+def times(n: int) -> str:
+    """ "not at all", "once", "twice", "3 times"."""
+    return ("not at all", "once", "twice")[n] if n < 3 else f"{n} times"
 
 
 def print_json(value: Any) -> None:
@@ -25,28 +104,73 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Any]:
-    """A bar on standard error; yields ``update(what, done, of)``."""
+def progress_bar(title: str) -> Iterator[Update]:
+    """A bar on standard error, or a line now and then where that is no terminal; yields ``update(what, done, of)``."""
+    if not messages.is_terminal or messages.is_dumb_terminal:
+        with plain_progress(title) as update:
+            yield update
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=messages, transient=True) as progress:
         task = progress.add_task(title, total=None)
 
-        def update(what: str, done: int, of: int) -> None:
+        def update(what: str, done: int, of: int | None) -> None:
+            interruption.obey()
             progress.update(task, description=f"{title}  {what[:48]:48}", completed=done, total=of)
 
         yield update
 
 
+@contextmanager
+def plain_progress(title: str, figure: Callable[[int], str] = str, every: float | None = None) -> Iterator[Update]:
+    """A line on standard error every few seconds, also while one thing takes long: what is done, of what, at what.
+
+    Args:
+        figure: writes what is done and of what, such as bytes. every: seconds between lines; 10 unless tests say less.
+    """
+    started, over = time.monotonic(), threading.Event()
+    at: list[tuple[str, int, int | None]] = []
+
+    def lines() -> None:
+        while not over.wait(EVERY if every is None else every):
+            if at:
+                what, done, of = at[-1]
+                now = f": {what}" if what else ""
+                whole = "" if of is None else f" of {figure(of)}"
+                said = f"{title}: {figure(done)}{whole} done after {time.monotonic() - started:.0f} s{now}"
+                messages.print(Text(said), soft_wrap=True)
+
+    def update(what: str, done: int, of: int | None) -> None:
+        interruption.obey()
+        at[:] = [(what, done, of)]
+
+    thread = threading.Thread(target=lines, daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        over.set()
+        thread.join()
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is either there whole or not there: beside it first, then renamed."""
+    """Write a file so that it is either there whole or not there: beside it first, then renamed.
+
+    Raises:
+        OSError: it cannot be written; it names the file and, on a full disk, how much there is to write.
+    """
+    data = text.encode()
     handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

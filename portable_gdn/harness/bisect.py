@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,20 @@ from typing import Any
 from ..spec.backend import Backend
 from .cases import Case, Inputs, build
 from .compare import CaseComparison, SideFacts, compare_case, finite
-from .compute import Outcome, Settings, each, with_settings
+from .compute import CHUNK, Outcome, Settings, each, with_settings
 from .run_file import RunFile
+from .statistics import and_list
 
 __all__ = ["Bisected", "bisect"]
 
-CHUNK = 64
+
+def _unseen(case: CaseComparison) -> str:
+    """Of a case whose results differ and whose stages do not: what that means."""
+    wrong = [t.tensor for t in case.tensors if not t.holds]
+    lead = f"no stage parts, and yet {and_list(wrong)} {'does' if len(wrong) == 1 else 'do'}"
+    if all(tensor.startswith("grad_") for tensor in wrong):
+        return f"{lead}: what differs lies in the backward pass, or behind or before the stages"
+    return f"{lead}: what differs lies behind or before the stages"
 
 
 @dataclass
@@ -37,10 +46,10 @@ class Bisected:
             if case.parting is not None:
                 yield f"{case.case}: {case.parting.sentence(*case.apart)}"
             elif not case.ok:
-                wrong = ", ".join(t.tensor for t in case.tensors if not t.holds)
-                yield f"{case.case}: no stage parts, and yet {wrong} do: what differs lies behind or before the stages"
-            for remark in case.remarks:
-                yield f"{case.case}: {remark}"
+                yield f"{case.case}: {_unseen(case)}"
+        for remark, count in Counter(remark for case in self.cases for remark in case.remarks).items():
+            where = next(case.case for case in self.cases if remark in case.remarks)
+            yield f"{where if count == 1 else f'in {count} cases'}: {remark}"
         for name, why in self.skipped.items():
             yield f"not compared: {name}: {why}"
 

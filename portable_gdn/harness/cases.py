@@ -183,8 +183,8 @@ def build(c: Case) -> Inputs:
         x["segment_ids"] = np.cumsum(uniform(c.seed, "segments", (B, T)) < 4 / max(T, 1), axis=1).astype(np.int32)
     if c.layout in ("left padding", "right padding", "holes"):
         x["mask"] = _mask(c, B, T)
-        for name in ("q", "k", "v", "qkv", "g", "beta"):
-            if name in x:
+        for name in TOKENS:
+            if name in x and name not in ("mask", "segment_ids"):
                 x[name][~x["mask"]] = np.nan  # padding may hold anything
     step = c.layout == "step"
     if step:
@@ -293,7 +293,7 @@ def designed() -> list[Case]:
         C("segments", layout="segments", B=2, essential=True),
         C("segments, KDA", layout="segments", variant="KDA", B=2, gates="many resets"),
         C("left padding", layout="left padding", B=2, T=65, essential=True),
-        C("right padding, GDN-2", layout="right padding", variant="GDN", B=2, T=65, dtype="bfloat16"),
+        C("right padding, GDN-2", layout="right padding", variant="GDN-2", B=2, T=65, dtype="bfloat16"),
         C("holes", layout="holes", B=2, T=65),
         C("states [V, K]", state_layout="vk", T=65, l2norm=True),
         C("no initial state", state=False, T=65, dtype="float16"),

@@ -19,11 +19,11 @@ from ..spec.precision import Rounding
 from ..spec.problem import Signature
 from .cases import Case, Inputs
 from .compute import Outcome, Settings, each, with_settings
-from .judge import Expectation, Verdict, allowance, by_head, judge
+from .judge import Expectation, Verdict, allowance, by_head, first_beyond, judge, only_bfloat16
 from .parting import Run, by_stages
 from .run_file import RunFile
 from .stages import Parting, Side
-from .statistics import Statistics, statistics
+from .statistics import MOST_NAMED, Statistics, and_list, statistics
 from .truth import Truth
 
 __all__ = [
@@ -139,10 +139,10 @@ class Comparison:
         if self.equal:
             return f"Equal: {where} agree in {self.judged} results of {_count(len(self.cases))}.{rest}"
         bad = [case for case in self.cases if not case.ok]
-        parts = [f"{len(bad)} of {_count(len(self.cases))} differ"] if bad else []
+        parts = [f"{len(bad)} of {_count(len(self.cases))} differ{'s' if len(bad) == 1 else ''}"] if bad else []
         parts += [f"{len(self.failed)} failed to run"] if self.failed else []
         at = next((case for case in bad if case.parting is not None), None)
-        stage = "" if at is None or at.parting is None else f" They part {at.parting.sentence(*at.apart)} ({at.case})."
+        stage = "" if at is None or at.parting is None else f" They part {at.parting.brief(*at.apart)} ({at.case})."
         return f"Not equal: {where}: {' and '.join(parts)}.{stage}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -303,8 +303,14 @@ def compare_case(
                 statistics(tensor, outcome.tensors[tensor], e.exact[tensor], s, outcome.rounding.chunk_size, starts)
                 for outcome, e in zip((a, b), expected, strict=True)
             ]
-            if pair[0] is not None and pair[1] is not None:
-                found[tensor] = (pair[0], pair[1])
+            x, y = pair
+            if x is not None and y is not None:
+                for verdict, outcome, e, told in zip(
+                    (rows[-1].a, rows[-1].b), (a, b), expected, (x.findings, y.findings), strict=True
+                ):
+                    if not verdict.ok:
+                        told[:0] = _beyond(tensor, outcome, e, s, starts)
+                found[tensor] = (x, y)
     first, second = (
         Run(Side(facts.label, outcome.stages, outcome.rounding, facts.derived), outcome, inputs, e)
         for facts, outcome, inputs, e in zip((side_a, side_b), (a, b), (inputs_a, inputs_b), expected, strict=True)
@@ -312,6 +318,27 @@ def compare_case(
     stages = by_stages(first, second, s, same, all(row.holds for row in rows))
     budgets = (_provenance(a.rounding), _provenance(b.rounding))
     return CaseComparison(case.name, s.variant.name, rows, found, *stages, budgets, (a.served, b.served))
+
+
+def _beyond(tensor: str, outcome: Outcome, e: Expectation, s: Signature, starts: np.ndarray | None) -> list[str]:
+    """Of a tensor beyond its budget: from which token on, in which heads, and what its values give away."""
+    value, exact = outcome.tensors[tensor], e.exact[tensor]
+    place = first_beyond(tensor, value, e, s, starts)
+    said = [] if place is None else [str(place)]
+    if value.shape == exact.shape:
+        error = by_head(tensor, np.asarray(value, np.float64) - exact, s)
+        heads = np.flatnonzero(~(error <= allowance(tensor, error, e)[1])).tolist()
+        if 1 < len(error) == len(heads):
+            said.append(f"{'both' if len(heads) == 2 else f'all {len(heads)}'} heads are beyond their budgets")
+        elif len(error) > 1 and 0 < len(heads) <= MOST_NAMED:
+            which = f"head {heads[0]} is beyond its budget"
+            which = which if len(heads) == 1 else f"heads {and_list(heads)} are beyond their budgets"
+            said.append(f"{which}, of {len(error)}")
+        elif len(error) > 1 and heads:
+            said.append(f"{len(heads)} of {len(error)} heads are beyond their budgets, from {heads[0]} to {heads[-1]}")
+        if only_bfloat16(np.asarray(value), exact):
+            said.append("every value is one that bfloat16 can hold: it was rounded to bfloat16")
+    return said
 
 
 def _dtype(inputs: Inputs) -> Any:

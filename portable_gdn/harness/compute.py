@@ -23,16 +23,19 @@ from ..spec.precision import PRECISIONS, Rounding
 from ..spec.problem import Problem
 from ..spec.stages import STAGES
 from ..spec.undisturbed import undisturbed
+from .borders import at_borders
 from .cases import Case, Inputs, build, in_rows
 from .environment import environment
 from .tensor_file import TensorFile, TensorWriter
 from .worker import Worker
 
 __all__ = [
-    "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "forget_programs", "one",
+    "CHUNK", "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "forget_programs", "one",
     "one_thread", "packed_tensors", "serve_run", "unpacked", "with_settings",
 ]  # fmt: skip
 
+#: Tokens between the borders at which a backend without a probe is looked at, unless somebody says another number.
+CHUNK = 64
 #: Pieces of memory a process may have before compiled programs are dropped; a case adds up to a thousand.
 MANY_MAPS = 10_000
 #: Parts of each stage: numpy arrays, or None where the variant has no such part.
@@ -75,8 +78,8 @@ class Settings(NamedTuple):
 class Outcome(NamedTuple):
     """What became of one case on one backend.
 
-    status: "done" (why: it has no stages, if they were wanted); "refused" (the backend does not compute such calls) or
-    "failed" (it broke), with why.
+    status: "done" (why: if stages were wanted, why it has none, or no others than states at chunk borders and
+    outputs); "refused" (the backend does not compute such calls) or "failed" (it broke), with why.
     tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
     known: what a library that the backend only calls is known to get wrong in this case, as measured; or "".
     served: the kernels that computed it, with tiles and warps, or another library's functions, where the backend tells.
@@ -166,7 +169,7 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
         sentence = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return refused._replace(status="failed", why=sentence)
     seconds = time.perf_counter() - started
-    stages, why = _probed(backend, inputs, settings)
+    stages, why = _probed(backend, inputs, settings, found)
     known = getattr(backend, "known", lambda case: None)(name) or ""
     return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
 
@@ -177,34 +180,47 @@ def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Seque
     return backend.serving() if s.B * s.T else nullcontext(())
 
 
-def _probed(backend: Backend, inputs: Inputs, settings: Settings) -> tuple[Stages, str]:
-    """The backend's stages of a call; or none, and why, where it has none for such a call.
+def _probed(
+    backend: Backend, inputs: Inputs, settings: Settings, found: Mapping[str, np.ndarray]
+) -> tuple[Stages, str]:
+    """The backend's stages of a call; states at chunk borders and outputs alone, and why, where it shows no others;
+    or none, and why.
 
     Those of packed sequences are those of each in a row of its own.
+
+    Args:
+        found: results of the call.
     """
-    if not settings.stages:
+    if not settings.stages or not found["o"].size:
         return {}, ""
-    inputs = in_rows(inputs)
+    if inputs.options.step:
+        return {}, "a single step has none"
+    why = f"backend {backend.name!r} has no probe"
+    if backend.has_stages:
+        try:
+            return _by_probe(backend, in_rows(inputs), settings), ""
+        except GdnError as error:
+            why = str(error)
+        except Exception as error:  # the results are there, whatever its probe does
+            why = f"its probe fails: {type(error).__name__}: {error}"
+    size = settings.stage_chunk or inputs.options.chunk_size or CHUNK
+    try:
+        return at_borders(backend, inputs, size, found), why
+    except Exception as error:
+        return {}, f"{why.rstrip('.')}, and a shorter call: {error}"
+
+
+def _by_probe(backend: Backend, inputs: Inputs, settings: Settings) -> Stages:
+    """What the backend's probe shows."""
     options = inputs.options._replace(chunk_size=settings.stage_chunk or inputs.options.chunk_size)
     try:
         problem, _ = door.normalise(backend.from_numpy(inputs.operands), options, backend.name)
     except GdnError:  # it cannot have such chunks
         problem, _ = door.normalise(backend.from_numpy(inputs.operands), inputs.options, backend.name)
-    s = problem.signature
-    if s.B * s.T == 0:
-        return {}, ""
-    if s.step:
-        return {}, "a single step has none"
-    if not backend.has_stages:
-        return {}, f"backend {backend.name!r} shows none"
-    try:
-        probed = backend.probe(problem)
-    except GdnError as error:
-        return {}, str(error)
     return {
         stage: tuple(None if a is None else np.asarray(backend.to_numpy(a)) for a in parts)
-        for stage, parts in probed.items()
-    }, ""
+        for stage, parts in backend.probe(problem).items()
+    }
 
 
 def packed_tensors(outcome: Outcome) -> dict[str, np.ndarray]:

@@ -7,15 +7,19 @@ q, k, v, and g, beta, erase, write, A_log, dt_bias, initial_state as far as ther
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from .. import door
 from ..spec.errors import GdnError
 from ..spec.gates import activate_gate, l2norm
+from ..spec.problem import GateKind, Options
 from ..spec.stages import RESET
+from .cases import TOKENS
 from .recordings import FORMAT as LAYER
 from .recordings import load
 from .run_file import FORMAT as RUN
@@ -46,8 +50,8 @@ class Call(NamedTuple):
     lower_bound: float | None
 
 
-def calls(path: Path) -> Iterator[Call]:
-    """The calls that a file holds.
+def calls(path: Path) -> Iterator[Call | Finding]:
+    """The calls that a file holds; a finding instead of one that was damaged.
 
     Raises:
         GdnError: it holds none, or cannot be read.
@@ -56,16 +60,21 @@ def calls(path: Path) -> Iterator[Call]:
     if file.metadata.get("format") == RUN:
         run = RunFile(path)
         for case in run.cases:
-            inputs = run.recorded_inputs(case)
+            if not run.intact(case):
+                what = "its tensors do not have the hash that was recorded"
+                yield Finding(case.name, "error", what, "the file was damaged or changed; record again")
+                continue
+            try:
+                inputs = run.recorded_inputs(case)
+            except GdnError as error:
+                yield Finding(case.name, "error", str(error).rstrip("."), "its operands are not known")
+                continue
             if case.conv is None:
                 x, gate = dict(inputs.operands), inputs.options.gate
                 if inputs.options.step:
-                    x = {
-                        n: a[:, None] if n in ("q", "k", "v", "g", "beta", "erase", "write") else a
-                        for n, a in x.items()
-                    }
+                    x = {n: a[:, None] if n in TOKENS else a for n, a in x.items()}
                 if "mask" in x:  # what padding holds does not matter
-                    x = {n: a[:, x["mask"].all(0)] if n in ("q", "k", "v", "g", "beta") else a for n, a in x.items()}
+                    x = {n: a[:, x["mask"].all(0)] if n in TOKENS else a for n, a in x.items()}
                 bound = None if gate is None else gate.lower_bound
                 yield Call(case.name, x, inputs.options.qk_l2norm, gate is not None, bound)
         return
@@ -82,16 +91,32 @@ def calls(path: Path) -> Iterator[Call]:
     said = file.metadata.get("qk_l2norm")
     for prefix in prefixes:
         x = {n: file.read(prefix + n) for n in NAMES if prefix + n in file}
-        yield Call(prefix.rstrip("./") or path.stem, x, None if said is None else said == "true", "A_log" in x, None)
+        raw = "A_log" in x
+        yield Call(prefix.rstrip("./") or path.stem, x, None if said is None else said == "true", raw, None)
 
 
 def diagnose(path: Path) -> tuple[list[str], list[Finding]]:
-    """Names of the calls that were examined, and what was found."""
+    """Names of the calls that were examined, and what was found.
+
+    Raises:
+        GdnError: the file cannot be read, or of no call in it do q, k and v fit together.
+    """
     names: list[str] = []
     found: list[Finding] = []
+    unfit: list[GdnError] = []
     for call in calls(path):
-        names.append(call.name)
-        found += examine(call)
+        if isinstance(call, Finding):
+            found.append(call)
+            continue
+        try:
+            found += list(examine(call))
+            names.append(call.name)
+        except GdnError as error:  # the other calls are worth a look
+            unfit.append(error)
+            what = str(error).removeprefix(f"{call.name}: ").rstrip(".")
+            found.append(Finding(call.name, "error", what, "nothing else of this call can be examined"))
+    if unfit and not names:
+        raise unfit[0]
     return names, found
 
 
@@ -103,12 +128,20 @@ def examine(call: Call) -> Iterator[Finding]:
     """
     x = {name: np.asarray(a, np.float64) for name, a in call.operands.items() if name in NAMES}
     q, k, v = x["q"], x["k"], x["v"]
-    fits = q.ndim == v.ndim == 4 and k.shape == q.shape and v.shape[:2] == q.shape[:2] and not v.shape[2] % q.shape[2]
-    if not fits:
+    fits = q.ndim == v.ndim == 4 and k.shape == q.shape and v.shape[:2] == q.shape[:2]
+    if not (fits and q.shape[2] and not v.shape[2] % q.shape[2]):
         raise GdnError(
             f"{call.name}: q, k and v have shapes {q.shape}, {k.shape} and {v.shape}; they must be [B, T, H, K] twice "
-            "and [B, T, HV, V] with HV a multiple of H."
+            f"and [B, T, HV, V] with HV a multiple of H{_heads_first(call, x)}."
         )
+    for name, sentence in _refused(call):
+        yield Finding(call.name, "error", sentence, f"the call will be refused{_guess(call, x, name)}")
+        if name not in ("q", "k", "v"):
+            x.pop(name, None)
+    if q.shape[1] and 4 * q.shape[1] < q.shape[2] and q.shape[2] >= 32 and q.shape[1] > 1:
+        what = f"there are {q.shape[2]} heads and {q.shape[1]} tokens"
+        why = "operands are [B, T, H, K]; are these [B, H, T, K], heads before tokens?"
+        yield Finding(call.name, "note", what, why)
     g = _decays(call, x)
     with np.errstate(all="ignore"):
         for part in (
@@ -121,6 +154,62 @@ def examine(call: Call) -> Iterator[Finding]:
         ):
             for severity, what, why in part:
                 yield Finding(call.name, severity, what, why)
+
+
+def _refused(call: Call) -> Iterator[tuple[str, str]]:
+    """Operands that do not fit to q, k and v, in shape or dtype, each with the sentence in which a call refuses it."""
+    x = {name: np.asarray(a) for name, a in call.operands.items() if name in NAMES}
+    gate = GateKind(call.lower_bound) if call.raw_gate and "g" in x else None
+    x = x if gate is not None else {name: a for name, a in x.items() if name not in ("A_log", "dt_bias")}
+    left = set(x)
+    HV, decays = x["v"].shape[2], x["g"].shape[3:] if "g" in x else ()
+    sizes = {HV * n for n in (*decays, *(() if decays else (1,)))}
+    if "dt_bias" in call.operands and np.size(call.operands["dt_bias"]) not in sizes:
+        must = " or ".join(str(list(shape)) for shape in {(HV,), (HV, *decays)} if np.prod(shape) in sizes)
+        yield "dt_bias", f"dt_bias is of shape {list(call.operands['dt_bias'].shape)}; it must have shape {must}"
+        left -= {"dt_bias"}
+    while left:  # one more is refused each time
+        sentence = ""
+        for layout in ("kv", "vk"):  # which a file does not say
+            try:
+                door.normalise({n: x[n] for n in x if n in left}, Options(gate=gate, state_layout=layout), "numpy")
+                return
+            except GdnError as error:
+                sentence = sentence or str(error).rstrip(".")
+        name = next((word for word in re.findall(r"\w+", sentence) if word in left), None)
+        yield name or "q", sentence
+        if name in (None, "q", "k", "v"):
+            return
+        left -= {name}
+        if name == "g":
+            gate, left = None, left - {"A_log", "dt_bias"}
+
+
+def _swapped(x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {n: np.swapaxes(a, 1, 2) if n in TOKENS and a.ndim > 2 else a for n, a in x.items()}
+
+
+def _heads_first(call: Call, x: Mapping[str, np.ndarray]) -> str:
+    """A guess, if the call would fit with heads and tokens in the other order, in all of it or in q, k and v."""
+    for other in (_swapped(x), {**x, **_swapped({n: x[n] for n in "qkv"})}):
+        if not list(_refused(call._replace(operands={n: a.astype(np.float32) for n, a in other.items()}))):
+            return "; they look like [B, H, T, K], heads before tokens"
+    return ""
+
+
+def _guess(call: Call, x: Mapping[str, np.ndarray], name: str) -> str:
+    """What may have happened to an operand that is refused."""
+    if guess := _heads_first(call, x):
+        return guess.replace("they look", "q, k and v look")
+    if name not in x or name not in ("g", "beta", "erase", "write"):
+        return ""
+    (B, T, H), HV = x["q"].shape[:3], x["v"].shape[2]
+    shape = x[name].shape
+    if shape[:2] == (B, HV) and shape[2:3] == (T,):
+        return f"; {name} looks like [B, HV, T], heads before tokens"
+    if shape[:3] == (B, T, H) and H != HV:
+        return f"; {name} has one for each key head, and there must be one for each of the {HV} value heads"
+    return ""
 
 
 _Said = Iterator[tuple[str, str, str]]
@@ -237,6 +326,8 @@ def _gates(g: np.ndarray) -> _Said:
 
 
 def _erasing(x: Mapping[str, np.ndarray], unit: bool) -> _Said:
+    if "write" in x:
+        yield from _strengths("write", x["write"])
     name = "beta" if "beta" in x else "erase"
     if name not in x:
         return
@@ -255,6 +346,10 @@ def _erasing(x: Mapping[str, np.ndarray], unit: bool) -> _Said:
     elif most > 1.9:
         what = f"{name} |k|^2 reaches {most:.4g}"
         yield "note", what, "close to 2 errors decay slowly: expect less accuracy in 16 bits"
+    yield from _strengths(name, b)
+
+
+def _strengths(name: str, b: np.ndarray) -> _Said:
     if (b < 0).any():
         what = f"{name} is negative {(b < 0).sum()} times"
         yield "warning", what, "it is a sigmoid in every published model; is it a raw projection?"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .. import dispatch
 from ..spec.errors import GdnError
 from .cases import Case
-from .properties import PROPERTIES, cases, hold
+from .properties import PROPERTIES, Refused, Void, attempt, cases
 
 __all__ = ["Failure", "Fuzzed", "fuzz", "reproducer"]
 
@@ -28,10 +28,14 @@ class Failure(NamedTuple):
 
 @dataclass
 class Fuzzed:
-    """What was tried: cases that held and cases that the backend refused, by property; failures; seconds."""
+    """What was tried: cases that held and cases that the backend refused, by property; failures; seconds.
+
+    asked: the properties that were to be drawn.
+    """
 
     backend: str
     seed: int
+    asked: tuple[str, ...] = ()
     held: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
@@ -43,6 +47,33 @@ class Fuzzed:
         """Cases that ran."""
         return self.held.total() + self.refused.total() + len(self.failures)
 
+    @property
+    def not_drawn(self) -> list[str]:
+        """Properties that were asked for and of which not one case was tried: nothing is known of them."""
+        failed = {failure.property for failure in self.failures}
+        return [name for name in self.asked if not (self.held[name] or self.refused[name] or name in failed)]
+
+    @property
+    def not_computed(self) -> list[str]:
+        """Properties of which the backend refused every case that was drawn."""
+        failed = {failure.property for failure in self.failures}
+        return [name for name in self.asked if self.refused[name] and not self.held[name] and name not in failed]
+
+    def sentence(self) -> str:
+        """What was found, and what was not looked at, after the word "holds" or "fails"."""
+        if not self.held and not self.failures:
+            return "nothing was computed"
+        failures = len(self.failures)
+        said = (
+            f"{self.tried} case{'' if self.tried == 1 else 's'} on {self.backend} in {self.seconds:.0f} s, seed "
+            f"{self.seed}: {failures} failure{'' if failures == 1 else 's'}, {self.refused.total()} refused"
+        )
+        if self.not_computed:
+            said += f", and of {', '.join(self.not_computed)} all that was drawn"
+        if self.not_drawn:
+            said += f"; not drawn, and so not checked: {', '.join(self.not_drawn)}"
+        return said + ("; interrupted" if self.interrupted else "")
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -51,6 +82,9 @@ class Fuzzed:
             "tried": self.tried,
             "held": dict(self.held),
             "refused": dict(self.refused),
+            "not_drawn": self.not_drawn,
+            "not_computed": self.not_computed,
+            "sentence": self.sentence(),
             "failures": [{"property": f.property, "sentence": f.sentence, "case": repr(f.case)} for f in self.failures],
             "seconds": round(self.seconds, 1),
             "interrupted": self.interrupted,
@@ -68,41 +102,57 @@ def fuzz(
 ) -> Fuzzed:
     """Draw cases for each property in turn until there are enough, the time is up, or somebody interrupts it.
 
-    The same seed draws the same cases.
+    The same seed and number of cases draw the same cases. Each property gets its share of them: the rounds, in which
+    each is drawn once, begin small and grow to ``batch`` cases a property, so that a short time reaches all of them,
+    too. Cases of which a property says nothing are drawn again and do not count.
 
     A property that fails is shrunk to its smallest case and left alone from then on.
 
     Raises:
         GdnError: hypothesis is not installed, or there is no such backend or property here.
     """
-    names = list(PROPERTIES if properties is None else properties)
+    names = list(dict.fromkeys(PROPERTIES if properties is None else properties))
     for name in names:
         if name not in PROPERTIES:
             raise GdnError(f"property is {name!r}; it must be one of {', '.join(PROPERTIES)}.")
     why = dispatch.get(backend).unavailable()
     if why is not None:
         raise GdnError(f"backend {backend!r} cannot run here: {why}")
-    found, started, turn = Fuzzed(backend, seed), time.perf_counter(), 0
-    while names and found.tried < cases and (seconds is None or time.perf_counter() - started < seconds):
-        name = names[turn % len(names)]
-        if progress is not None:
-            progress(name, min(found.tried, cases), cases)
-        count = min(batch, cases - found.tried)
-        try:
-            holds = _batch(found, name, count, seed + turn // len(names))
-        except KeyboardInterrupt:  # what was found until then is worth having
-            found.interrupted = True
-            break
-        if holds:
-            turn += 1
-        else:
-            names.remove(name)
+    found, started, number = Fuzzed(backend, seed, tuple(names)), time.perf_counter(), 0
+
+    def over() -> bool:
+        return found.tried >= cases or (seconds is not None and time.perf_counter() - started >= seconds)
+
+    try:
+        while names and not over():
+            most = min(batch, FIRST_ROUND << min(number, 20))
+            turns = list(names)
+            for i, name in enumerate(turns):
+                if over():
+                    break
+                if progress is not None:
+                    progress(name, min(found.tried, cases), cases)
+                left = cases - found.tried
+                count = min(most, -(-left // (len(turns) - i)))
+                if not _batch(found, name, count, seed + number, over, progress, cases):
+                    names.remove(name)
+            number += 1
+    except KeyboardInterrupt:  # what was found until then is worth having
+        found.interrupted = True
     found.seconds = time.perf_counter() - started
     return found
 
 
-def _batch(found: Fuzzed, name: str, count: int, seed: int) -> bool:
-    """Some cases of one property; whether all hold."""
+#: Cases of each property in the first round; every later one has twice as many, up to a batch.
+FIRST_ROUND = 10
+
+Progress = Callable[[str, int, int], None]
+
+
+def _batch(
+    found: Fuzzed, name: str, count: int, seed: int, over: Callable[[], bool], progress: Progress | None, of: int
+) -> bool:
+    """Some cases of one property; whether all hold. ``of``: the number of cases in all, for ``progress``."""
     try:
         import hypothesis
     except ImportError:
@@ -118,16 +168,28 @@ def _batch(found: Fuzzed, name: str, count: int, seed: int) -> bool:
     )  # fmt: skip
     @hypothesis.given(cases(few_shapes=slow))
     def run(case: Case) -> None:
+        if not failing and over():  # in the middle of a batch
+            return
         try:
-            computed = hold(found.backend, name, case)
+            attempt(found.backend, name, case)
+        except Void:
+            hypothesis.reject()
+        except Refused:
+            table = found.refused
         except Exception as error:  # a backend that breaks violates every property
             failing.append((case, error))
             raise
+        else:
+            table = found.held
         if not failing:  # what shrinking tries does not count
-            (found.held if computed else found.refused)[name] += 1
+            table[name] += 1
+            if progress is not None:
+                progress(name, min(found.tried, of), of)
 
     try:
         run()
+    except hypothesis.errors.Unsatisfiable:  # whatever is drawn, the property says nothing of it
+        return True
     except Exception:
         if not failing:
             raise

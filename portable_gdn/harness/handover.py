@@ -20,7 +20,7 @@ from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
 from ..spec.undisturbed import undisturbed
-from .cases import Case, Inputs, build
+from .cases import TOKENS, Case, Inputs, build
 from .compute import as_json
 from .judge import allowance, by_head
 from .run_file import digest, inputs_digest
@@ -65,11 +65,8 @@ class HandedOver(NamedTuple):
     ok: bool
 
 
-_TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write")
-
-
 def _part(inputs: Inputs, part: slice) -> dict[str, Any]:
-    return {name: a[:, part] if name in _TOKENS else a for name, a in inputs.operands.items()}
+    return {name: a[:, part] if name in TOKENS else a for name, a in inputs.operands.items()}
 
 
 @undisturbed()
@@ -83,9 +80,9 @@ def _run(backend: Backend, operands: Mapping[str, Any], options: Any) -> tuple[d
 
 def begin(
     backend: Backend, cases: Sequence[Case], progress: Callable[[str, int, int], None] | None = None
-) -> tuple[list[Carried], dict[str, str]]:
-    """The first part of each case; and those that the backend refuses, with the reason."""
-    carried, refused = [], {}
+) -> tuple[list[Carried], dict[str, str], dict[str, str]]:
+    """The first part of each case; those that the backend refuses; and those at which it fails, with the reason."""
+    carried, refused, failed = [], {}, {}
     for i, case in enumerate(cases):
         if progress is not None:
             progress(case.name, i, len(cases))
@@ -95,15 +92,19 @@ def begin(
         except GdnError as error:
             refused[case.name] = str(error)
             continue
+        except Exception as error:  # the other cases are worth having
+            failed[case.name] = f"{backend.name}: {type(error).__name__}: {error}"
+            continue
         carried.append(Carried(case, backend.name, CUT, found["state"], found.get("conv_state"), rounding))
-    return carried, refused
+    return carried, refused, failed
 
 
 def finish(
     backend: Backend, carried: Sequence[Carried], progress: Callable[[str, int, int], None] | None = None
-) -> tuple[list[HandedOver], dict[str, str]]:
-    """The rest of each case, from the carried states, in the other layout of states; and what the backend refuses."""
-    rows, refused = [], {}
+) -> tuple[list[HandedOver], dict[str, str], dict[str, str]]:
+    """The rest of each case, from the carried states, in the other layout of states; what the backend refuses; and
+    where it fails."""
+    rows, refused, failed = [], {}, {}
     for i, item in enumerate(carried):
         if progress is not None:
             progress(item.case.name, i, len(carried))
@@ -117,6 +118,9 @@ def finish(
             found, rounding = _run(backend, x, whole.options)
         except GdnError as error:
             refused[item.case.name] = str(error)
+            continue
+        except Exception as error:
+            failed[item.case.name] = f"{backend.name}: {type(error).__name__}: {error}"
             continue
         truth = Truth(whole, gradients=False)
         s = truth.problem.signature
@@ -134,7 +138,7 @@ def finish(
             rows.append(
                 HandedOver(item.case.name, name, layouts, float(off[head] / unit), float(budget[head] / unit), ok)
             )
-    return rows, refused
+    return rows, refused, failed
 
 
 def save(path: Path, carried: Sequence[Carried]) -> None:

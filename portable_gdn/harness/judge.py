@@ -28,8 +28,12 @@ from threadpoolctl import ThreadpoolController
 from ..spec.evaluate import AnotherOrder, Evaluation, chunk_by_chunk, evaluate
 from ..spec.precision import Rounding, rounded_product, stored_states
 from ..spec.problem import Problem, Signature
+from .statistics import by_token
 
-__all__ = ["ILL_CONDITIONED", "Expectation", "Verdict", "allowance", "evaluated", "expect", "judge", "second_look"]
+__all__ = [
+    "ILL_CONDITIONED", "Expectation", "Place", "Verdict", "allowance", "evaluated", "expect", "first_beyond", "judge",
+    "only_bfloat16", "second_look",
+]  # fmt: skip
 
 EPS = 2.0**-23
 SEEDS = 8
@@ -43,7 +47,8 @@ Tensors = dict[str, np.ndarray]
 class Expectation(NamedTuple):
     """Exact results and the norms, by tensor and head, of what may separate a backend from them.
 
-    E: the median of 8 runs; ``largest``: computes the largest of many, once.
+    E: the median of 8 runs; ``largest``: computes the largest of many, once. ``tokens``: computes once, of tensors with
+    tokens, 3 (u + E) + floor of every token and head, [B, T, heads], with the largest of 8 runs for E.
     """
 
     exact: Tensors
@@ -51,6 +56,7 @@ class Expectation(NamedTuple):
     E: Tensors
     floor: Tensors
     largest: Callable[[], Tensors]
+    tokens: Callable[[], Tensors] = dict
 
     def widest(self) -> Expectation:
         """The largest of many runs for E."""
@@ -70,6 +76,22 @@ class Verdict(NamedTuple):
     ok: bool
     judged: bool
     head: int
+
+
+class Place(NamedTuple):
+    """Which token and head of a result is beyond its budget first (of a gradient last, where its fault begins).
+
+    row: of packed sequences the sequence, and token in it; None of the only row.
+    """
+
+    token: int
+    head: int
+    row: int | None
+    last: bool
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f", row {self.row}"
+        return f"{'last' if self.last else 'first'} token beyond its budget: {self.token}, head {self.head}{row}"
 
 
 def tensors(e: Evaluation, s: Signature) -> Tensors:
@@ -142,17 +164,20 @@ def expect(
         none = {name: np.zeros_like(x) for name, x in u.items()}
         return Expectation(truth, u, none, floor, lambda: none)
 
-    def errors(seed: int) -> Tensors:
+    def run(seed: int) -> Tensors:
         rng = np.random.Generator(np.random.Philox(seed))
         if rounding.exact:
             order = AnotherOrder(rng, rounding.base2, anywhere=seed >= SEEDS)
-            run = evaluated(problem, cotangents, chunk_by_chunk(rounding.chunk_size, order=order), np.float32)
+            found = evaluated(problem, cotangents, chunk_by_chunk(rounding.chunk_size, order=order), np.float32)
         else:
             rule = chunk_by_chunk(
                 rounding.chunk_size, rounded_product(rounding, rng), stored=stored_states(rounding, rng)
             )
-            run = evaluated(problem, cotangents, rule)
-        found = tensors(run, s)
+            found = evaluated(problem, cotangents, rule)
+        return tensors(found, s)
+
+    def errors(seed: int) -> Tensors:
+        found = run(seed)
         return {name: by_head(name, found[name].astype(np.float64) - x, s) for name, x in truth.items()}
 
     few = [errors(seed) for seed in range(SEEDS)]
@@ -162,9 +187,74 @@ def expect(
         runs = [*few, *(errors(seed) for seed in range(SEEDS, MANY_SEEDS))]
         return {name: np.fmax.reduce([run[name] for run in runs]) for name in truth}
 
+    @cache
+    def tokens() -> Tensors:
+        runs, budgets = [run(seed) for seed in range(SEEDS)], {}
+        for name, x in truth.items():
+            if by_token(name, x, s) is None:
+                continue
+            E = np.fmax.reduce([_token_norms(name, found[name].astype(np.float64) - x, s) for found in runs])
+            u_token = _token_norms(name, x - x.astype(_result_dtype(name, problem)).astype(np.float64), s)
+            budgets[name] = 3 * (u_token + E) + 8 * EPS * _token_norms(name, sizes.get(name, x), s)
+        return budgets
+
     return Expectation(
-        truth, u, {name: np.median([run[name] for run in few], axis=0) for name in truth}, floor, largest
+        truth, u, {name: np.median([run[name] for run in few], axis=0) for name in truth}, floor, largest, tokens
     )
+
+
+def _token_norms(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
+    """L2 norms [B, T, heads] of a tensor with tokens."""
+    a = by_token(name, x, s)
+    assert a is not None
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.sqrt((a * a).sum(-1))
+
+
+def first_beyond(
+    name: str, value: np.ndarray, e: Expectation, s: Signature, starts: np.ndarray | None = None
+) -> Place | None:
+    """Where a result that is beyond its budget begins to be so, of the heads that are; None if it has no tokens.
+
+    A token may be off by what few runs of the declared roundings are there, or by its even share of the head's budget.
+
+    Args:
+        starts: of packed sequences, cu_seqlens.
+    """
+    exact = e.exact[name]
+    if value.shape != exact.shape or by_token(name, exact, s) is None:
+        return None
+    off = _token_norms(name, np.asarray(value, np.float64) - exact, s)
+    error = by_head(name, np.asarray(value, np.float64) - exact, s)
+    _, budget = allowance(name, error, e)
+    may = np.maximum(e.tokens().get(name, 0.0), budget / np.sqrt(off.shape[0] * off.shape[1]))
+    beyond = ~(off <= may) & ~(error <= budget)
+    if not beyond.any():
+        return None
+    number = np.broadcast_to(np.arange(off.shape[1]), off.shape[:2])
+    row = np.broadcast_to(np.arange(off.shape[0])[:, None], off.shape[:2])
+    if starts is not None:
+        ends = np.asarray(starts)
+        row = np.searchsorted(ends, number, side="right") - 1
+        number = number - ends[row]
+    last = name.startswith("grad_")
+    tokens = np.where(beyond, number[..., None], -1 if last else off.shape[1])
+    token = int(tokens.max() if last else tokens.min())
+    with np.errstate(invalid="ignore", divide="ignore"):
+        used = np.where(tokens == token, np.nan_to_num(off / may, nan=np.inf), -1.0)
+    b, t, head = np.unravel_index(int(np.argmax(used)), used.shape)
+    several = off.shape[0] > 1 or starts is not None
+    return Place(token, int(head), int(row[b, t]) if several else None, last)
+
+
+def only_bfloat16(value: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether all float32 values are such as bfloat16 has, which by chance one of 65,536 is, and exact ones are not."""
+
+    def rounded(a: np.ndarray) -> bool:
+        bits = np.ascontiguousarray(a).view(np.uint32)
+        return bool(np.all(bits & 0xFFFF == 0) and np.count_nonzero(bits) >= 8)
+
+    return value.dtype == np.float32 and rounded(value) and not rounded(np.asarray(exact, np.float32))
 
 
 def second_look(error: np.ndarray, budget: np.ndarray) -> np.ndarray:

@@ -7,10 +7,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ..spec.problem import Signature
+from ..spec.stages import STAGES
 from .cases import Inputs, rows_of
 from .compute import Outcome
 from .judge import Expectation, allowance, by_head
-from .stages import Parting, Side, StageTruth, at_common_boundaries, chunk_of, first_parting, stage_errors
+from .stages import (
+    SPECIFICATION,
+    Parting,
+    Side,
+    StageTruth,
+    at_common_boundaries,
+    chunk_of,
+    first_parting,
+    partial_stages,
+    stage_errors,
+)
 
 __all__ = ["Run", "StageReport", "by_stages"]
 
@@ -60,24 +71,41 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
         return truths[key]
 
     errors = {run.side.name: stage_errors(truth(run, chunk_of(run.side.stages)), run.side) for run in have}
+    for run in have:
+        other = b if run is a else a
+        if partial_stages(run.side.stages):
+            remarks.append(
+                f"of {run.side.name} states at chunk borders and outputs are compared, had by shorter calls: "
+                f"{run.outcome.why.rstrip('.') or 'it shows no other stages'}"
+            )
+        elif not other.side.stages or partial_stages(other.side.stages):
+            said = f"{run.side.name} is held against the exact stages; {other.side.name} has none of this case"
+            remarks.append(f"{said}: {other.outcome.why.rstrip('.')}" if other.outcome.why else said)
+    found: list[tuple[int, Parting, tuple[str, str]]] = []  # with the chunk's first token
+    unlike_size = False
     if len(have) == 2 and same:
         tokens = int(np.diff(a.inputs.operands["cu_seqlens"]).max()) if s.packed else s.T
         x, y, chunk, left_out = at_common_boundaries(a.side, b.side, tokens)
         remarks += [left_out] if left_out else []
-        parting = first_parting(truth(a, chunk), x, y)
-        if parting is not None:
-            return StageReport(errors, parting, names, remarks)
+        between = first_parting(truth(a, chunk), x, y)
+        found += [] if between is None else [(between.chunk * chunk, between, names)]
+        unlike_size = bool(left_out)
     elif len(have) == 2:
         remarks.append("the sides were given different values: each is held against its own exact stages")
-    else:
-        other = b if have[0] is a else a
-        said = f"{have[0].side.name} is held against the exact stages; {other.side.name} has none of this case"
-        remarks.append(f"{said}: {other.outcome.why.rstrip('.')}" if other.outcome.why else said)
-    for run in have:
-        parting = first_parting(truth(run, chunk_of(run.side.stages)), run.side)
-        if parting is not None:
-            return StageReport(errors, parting, (run.side.name, "the specification"), remarks)
-    return StageReport(errors, None, names, remarks)
+    alike = len({partial_stages(run.side.stages) for run in have}) == 1
+    # A side that shows more stages than the other may leave the truth before both can be seen to part.
+    if not found or not (alike or unlike_size):
+        for run in have:
+            chunk = chunk_of(run.side.stages)
+            alone = first_parting(truth(run, chunk), run.side)
+            if alone is not None:
+                found.append((alone.chunk * chunk, alone, (run.side.name, SPECIFICATION)))
+                if alike:
+                    break
+    if not found:
+        return StageReport(errors, None, names, remarks)
+    _, parting, apart = min(found, key=lambda place: (place[0], STAGES.index(place[1].stage)))
+    return StageReport(errors, parting, apart, remarks)
 
 
 def _unlike(run: Run, s: Signature) -> str:

@@ -28,7 +28,7 @@ from .judge import ILL_CONDITIONED, Expectation, allowance, by_head, judge
 from .randoms import normal
 from .truth import Truth
 
-__all__ = ["PROPERTIES", "Refused", "Violation", "cases", "check", "hold"]
+__all__ = ["PROPERTIES", "Refused", "Violation", "Void", "attempt", "cases", "check", "hold"]
 
 Arrays = dict[str, Any]
 
@@ -39,6 +39,10 @@ class Violation(AssertionError):
 
 class Refused(Exception):
     """The backend does not compute such a call, which is no violation."""
+
+
+class Void(Exception):
+    """A property says nothing of such a case, whatever the backend: another case must be drawn instead."""
 
 
 def _problem(backend: Backend, inputs: Inputs) -> Any:
@@ -142,7 +146,7 @@ def causality(backend: Backend, case: Case) -> None:
     inputs = build(case)
     _, T = _size(inputs)
     if T < 2:
-        return
+        raise Void
     P = 1 + case.seed % (T - 1)
     later = np.broadcast_to(np.arange(T) >= P, (_size(inputs)[0], T))
     a, b = _run(backend, inputs)["o"], _run(backend, _changed(inputs, later, case.seed))["o"]
@@ -207,16 +211,15 @@ def steps(backend: Backend, case: Case) -> None:
     case = replace(_whole_rows(case), T=min(case.T, 6), conv=None)
     inputs = build(case)
     state, outputs = inputs.operands.get("initial_state"), []
-    if state is None:
-        return
+    if state is None or not _size(inputs)[1]:
+        raise Void
     for t in range(_size(inputs)[1]):
         x = {name: a[:, t] if name in TOKENS else a for name, a in inputs.operands.items()}
         x["initial_state"] = state
         found = _run(backend, inputs._replace(operands=x, options=inputs.options._replace(step=True)))
         outputs.append(found["o"])
         state = found["state"]
-    if outputs:
-        _close(backend, inputs, {"o": np.stack(outputs, 1), "state": state}, "step by step", 2)
+    _close(backend, inputs, {"o": np.stack(outputs, 1), "state": state}, "step by step", 2)
 
 
 def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
@@ -255,7 +258,7 @@ def scaling(backend: Backend, case: Case) -> None:
     case = replace(case, conv=None)
     inputs = build(case)
     if case.layout in ("left padding", "right padding", "holes") or not inputs.operands["q"].size:
-        return
+        raise Void
     plain = _run(backend, inputs)
     x = dict(inputs.operands)
     x["v"] = x["v"] * x["v"].dtype.type(2)
@@ -277,7 +280,7 @@ def scaling(backend: Backend, case: Case) -> None:
 def dtypes(backend: Backend, case: Case) -> None:
     """The same values as float32 give no larger an error than in 16 bits."""
     if case.dtype == "float32" or case.layout == "step":
-        return
+        raise Void
     inputs = build(case)
     wide = {n: a.astype(np.float32) if n in ("q", "k", "v", "qkv") else a for n, a in inputs.operands.items()}
     other = inputs._replace(operands=wide, options=inputs.options._replace(precision="highest"))
@@ -308,7 +311,7 @@ def finite_differences(backend: Backend, case: Case) -> None:
     case = replace(case, dtype="float32", K=4, V=4, H=1, HV=2, B=1)
     inputs = build(case)
     if not T:
-        return
+        raise Void
     gradients = {
         n.removeprefix("grad_"): np.asarray(a, np.float64)
         for n, a in _with_gradients(backend, inputs).items()
@@ -368,7 +371,7 @@ def resets(backend: Backend, case: Case) -> None:
     inputs = build(case)
     _, T = _size(inputs)
     if "g" not in inputs.operands or T < 2:
-        return
+        raise Void
     P = 1 + case.seed % (T - 1)
     g = np.array(inputs.operands["g"])
     g[:, P] = -np.inf if case.seed % 2 else -1e4
@@ -471,18 +474,29 @@ def _sensible(case: Case) -> Case:
     return case
 
 
+def attempt(backend: Backend | str, name: str, case: Case) -> None:
+    """Hold a backend to one property of one case.
+
+    Raises:
+        Violation: it does not hold.
+        Refused: the backend does not compute such calls.
+        Void: the property says nothing of this case.
+    """
+    if isinstance(backend, str):
+        backend = dispatch.get(backend)
+    with undisturbed():
+        PROPERTIES[name](backend, case)
+
+
 def hold(backend: Backend | str, name: str, case: Case) -> bool:
-    """One property of one case; whether the backend computes such calls.
+    """Hold a backend to one property of one case; whether anything was computed and held to it.
 
     Raises:
         Violation: it does not hold.
     """
-    if isinstance(backend, str):
-        backend = dispatch.get(backend)
     try:
-        with undisturbed():
-            PROPERTIES[name](backend, case)
-    except Refused:
+        attempt(backend, name, case)
+    except (Refused, Void):
         return False
     return True
 

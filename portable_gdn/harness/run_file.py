@@ -199,6 +199,10 @@ class RunFile:
                         f"{self.backend!r} failed there when it was recorded, and nothing can be compared with that."
                     )
 
+    def intact(self, case: Case) -> bool:
+        """Whether a case's tensors have the hash that was recorded."""
+        return digest(self._tensors(case.name)) == self._entries[case.name][1]["sha256"]
+
     def outcome(self, case: Case) -> Outcome:
         """What was recorded of a case."""
         entry = self._entries[case.name][1]

@@ -7,7 +7,7 @@ E the median error of the specification's stages under the declared roundings (f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,9 +26,12 @@ from ..spec.prologue import Prepared, prepare
 from ..spec.stages import STAGES
 from .cases import Inputs, in_rows
 from .compute import Stages
-from .judge import EPS, SEEDS, second_look
+from .judge import EPS, SEEDS, only_bfloat16, second_look
 
-__all__ = ["Parting", "Side", "StageTruth", "at_common_boundaries", "chunk_of", "first_parting", "stage_errors"]
+__all__ = [
+    "SPECIFICATION", "Parting", "Side", "StageTruth", "at_common_boundaries", "chunk_of", "first_parting",
+    "partial_stages", "stage_errors",
+]  # fmt: skip
 
 #: What the parts of a stage are called.
 PARTS = {
@@ -59,8 +62,12 @@ class Side(NamedTuple):
 class Parting(NamedTuple):
     """The first place where a stage is further from another than both may be.
 
-    row: of packed sequences, the sequence. token: in its row (of a state: the first token that reads it). values: of
-    both sides, and exact. error and budget are L2 norms over this stage of this row, chunk and head.
+    row: of packed sequences, the sequence. token: in its row, the first of the chunk that is beyond what it may be (of
+    a state: the first token that reads it). values: of both sides, and exact, there. error, budget and norm are L2
+    norms over this stage of this row, chunk and head: of the difference, what it may be, and of the exact stage; so are
+    token_error and token_budget over this token alone. worst: the token and column of the largest difference, and the
+    three values there. wrong: which of the sides is beyond its own budget against the exact stage. derived: which
+    derive the stage, since they never form it.
     """
 
     stage: str
@@ -73,17 +80,62 @@ class Parting(NamedTuple):
     values: tuple[float, float, float]
     error: float
     budget: float
-    derived: bool
+    norm: float
+    token_error: float
+    token_budget: float
+    worst: tuple[int, int, tuple[float, float, float]]
+    wrong: tuple[bool, bool]
+    derived: tuple[bool, bool]
+    hint: str = ""
 
     def sentence(self, a: str, b: str) -> str:
-        """The place and the values, in words."""
-        derived = " (derived: the kernel never forms it)" if self.derived else ""
-        first, second, exact = self.values
-        return (
-            f"first at stage {self.stage}{derived}: {self.part} of row {self.row}, chunk {self.chunk}, head "
-            f"{self.head}, token {self.token}, column {self.column}: {a} {first:.9g}, {b} {second:.9g}, "
-            f"exact {exact:.9g}; error {self.error:.2e}, budget {self.budget:.2e}"
+        """The place, the values, and which side is wrong, in words."""
+        names, (token, column, values) = (a, b), self.worst
+        parts = [self.brief(a, b)]
+        if self.stage == "state":
+            of = "over this state"
+        else:
+            of = f"over the chunk's {self.part}"
+            parts.append(
+                f"token {self.token} is the first beyond its budget, with a difference of {self.token_error:.2e} where "
+                f"{self.token_budget:.2e} may be"
+            )
+        parts.append(
+            f"{of} it is {self.error:.2e} where {self.budget:.2e} may be and the exact norm is {self.norm:.2e}"
         )
+        if (token, column) != (self.token, self.column):
+            at = f"column {column}" if self.stage == "state" else f"token {token}, column {column}"
+            parts.append(f"the largest lies at {at}: {self._there(names, values)}")
+        return "; ".join([*parts, *([self.hint] if self.hint else [])])
+
+    def brief(self, a: str, b: str) -> str:
+        """The place, both values and the exact one, and which side is wrong."""
+        by = [name for name, derives in zip((a, b), self.derived, strict=True) if derives]
+        derived = f" (derived by {' and '.join(by)}: {'its' if len(by) == 1 else 'their'} kernel never forms it)"
+        return (
+            f"first at stage {self.stage}{derived if by else ''}: {self.part} of row {self.row}, chunk {self.chunk}, "
+            f"head {self.head}, token {self.token}, column {self.column}: {self._there((a, b), self.values)}; "
+            f"{self.verdict(a, b)}"
+        )
+
+    def verdict(self, a: str, b: str) -> str:
+        """Which side is wrong."""
+        if all(self.wrong):
+            return f"{a} and {b} are both wrong, each beyond its own budget"
+        for name, wrong in zip((a, b), self.wrong, strict=True):
+            if wrong:
+                return f"{name} is wrong"
+        return "each is within its own budget of the exact stage, and only their difference is beyond both"
+
+    @staticmethod
+    def _there(names: tuple[str, str], values: tuple[float, float, float]) -> str:
+        first, second, exact = values
+        other = "" if names[1] == SPECIFICATION else f"{names[1]} {second:.9g}, "
+        return f"{names[0]} {first:.9g}, {other}exact {exact:.9g}"
+
+
+#: The other side of a parting that a side has with the exact stages.
+SPECIFICATION = "the specification"
 
 
 class StageTruth:
@@ -118,8 +170,17 @@ class StageTruth:
             }
         return self._expected[key]
 
+    def expected_by_token(self, rounding: Rounding, name: str, i: int) -> np.ndarray:
+        """E of one part by token (row of the part), [B, chunks, HV, C]: the largest of few runs."""
+        exact = self.exact[name][i]
+        runs = [self._seeded(rounding, seed)[name][i] for seed in range(SEEDS)]
+        return np.fmax.reduce([_rows(run - exact) for run in runs])
+
+    def _seeded(self, rounding: Rounding, seed: int) -> Stages:
+        return self._run(rounding, np.random.Generator(np.random.Philox(seed)))
+
     def _errors(self, rounding: Rounding, seed: int) -> Budgets:
-        run = self._run(rounding, np.random.Generator(np.random.Philox(seed)))
+        run = self._seeded(rounding, seed)
         return {
             name: tuple(None if part is None else _norms(run[name][i] - part) for i, part in enumerate(parts))
             for name, parts in self.exact.items()
@@ -207,6 +268,12 @@ def _norms(a: np.ndarray) -> np.ndarray:
         return np.sqrt((np.asarray(a, np.float64) ** 2).sum((-1, -2)))
 
 
+def _rows(a: np.ndarray) -> np.ndarray:
+    """[B, chunks, HV, C] from [B, chunks, HV, C, ...]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.sqrt((np.asarray(a, np.float64) ** 2).sum(-1))
+
+
 def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
     """The summands of every stage's results before they cancel, from the exact results of the stages before."""
     size = lambda a: None if a is None else np.abs(a)  # noqa: E731
@@ -277,6 +344,11 @@ def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]
     return found
 
 
+def partial_stages(stages: Stages) -> bool:
+    """Whether there are states at chunk borders and outputs alone."""
+    return bool(stages) and set(stages) <= {"state", "output"}
+
+
 def chunk_of(stages: Stages) -> int:
     """Tokens a chunk."""
     part = stages["output"][0]
@@ -295,12 +367,14 @@ def at_common_boundaries(a: Side, b: Side, tokens: int) -> tuple[Side, Side, int
     if tokens <= min(sizes):  # each has one chunk, filled up further than the other's
         a, b = (side._replace(stages={n: _cut(n, x, min(sizes)) for n, x in side.stages.items()}) for side in (a, b))
         return a, b, min(sizes), ""
-    size = max(sizes)
+    size, borders_only = max(sizes), any(partial_stages(side.stages) for side in (a, b))
     a, b = (side._replace(stages=_joined(side.stages, size)) for side in (a, b))
     left_out = (
         f"{a.name} has chunks of {sizes[0]} tokens and {b.name} of {sizes[1]}: states at common boundaries and outputs "
-        "are compared, no other stage; with one --chunk-size all are"
+        "are compared, no other stage"
     )
+    if not borders_only:
+        left_out += "; with one --chunk-size all are"
     return a, b, size, left_out
 
 
@@ -355,13 +429,57 @@ def first_parting(truth: StageTruth, a: Side, b: Side | None = None) -> Parting 
         )
     row, head = map(int, np.unravel_index(int(np.argmax(excess)), excess.shape))
     at = (row, first, head)
-    value, against, exact = (np.asarray(x[name][i], np.float64)[at] for x in (mine, other, truth.exact))
+    values = tuple(np.asarray(x[name][i], np.float64)[at] for x in (mine, other, truth.exact))
     with np.errstate(invalid="ignore"):
-        off = np.abs(value - against)
-    line, column = map(int, np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape))
-    token = first * chunk + (0 if name == "state" else line)
+        off = np.abs(values[0] - values[1])
+    off = np.where(np.isnan(off), np.inf, off)
+    worst_line, worst_column = map(int, np.unravel_index(int(np.argmax(off)), off.shape))
+    line, column, by_token, allowed = worst_line, worst_column, float(error[at]), float(may[at])
+    sides = [(a, mine[name][i]), *([] if b is None else [(b, other[name][i])])]
+    if name != "state":
+        tokens, budgets = _rows(off), _token_budgets(truth, name, i, at, float(may[at]), sides)
+        beyond_token = np.flatnonzero(~(tokens <= budgets))
+        line = int(beyond_token[0]) if beyond_token.size else worst_line
+        column, by_token, allowed = int(np.argmax(off[line])), float(tokens[line]), float(budgets[line])
+    there = lambda line, column: _three(float(x[line, column]) for x in values)  # noqa: E731
+    number = lambda line: min(first * chunk + (0 if name == "state" else line), s.T)  # noqa: E731
     return Parting(
-        name, PARTS[name][i], row, first, head, min(token, s.T), column,
-        (float(value[line, column]), float(against[line, column]), float(exact[line, column])),
-        float(error[at]), float(may[at]), name in a.derived or (b is not None and name in b.derived),
+        name, PARTS[name][i], row, first, head, number(line), column, there(line, column),
+        float(error[at]), float(may[at]), float(_norms(truth.exact[name][i])[at]), by_token, allowed,
+        (number(worst_line), worst_column, there(worst_line, worst_column)),
+        (_wrong(truth, name, i, at, *sides[0]), b is not None and _wrong(truth, name, i, at, *sides[1])),
+        (name in a.derived, b is not None and name in b.derived), _hint(sides, truth, name, i, at),
     )  # fmt: skip
+
+
+def _three(x: Iterable[float]) -> tuple[float, float, float]:
+    a, b, c = x
+    return a, b, c
+
+
+def _token_budgets(
+    truth: StageTruth, name: str, i: int, at: tuple[int, int, int], may: float, sides: list[tuple[Side, Any]]
+) -> np.ndarray:
+    """What each token of a chunk and head may be off by, [C]: as the chunk is judged, and no less than an even share
+    of what the chunk may be, since of one token few runs say little."""
+    exact = np.asarray(truth.exact[name][i])
+    least = np.zeros(exact.shape[-2])
+    for side, value in sides:
+        u = _rows(exact[at] - exact[at].astype(np.asarray(value).dtype).astype(np.float64))
+        E = truth.expected_by_token(side.rounding, name, i)[at]
+        least += 3 * (u + E) + 8 * EPS * _rows(truth.sizes[name][i][at])
+    return np.maximum(least, may / np.sqrt(len(least)))
+
+
+def _wrong(truth: StageTruth, name: str, i: int, at: tuple[int, int, int], side: Side, value: Any) -> bool:
+    """Whether a side is beyond its own budget against the exact stage."""
+    error = _norms(np.asarray(value, np.float64) - np.asarray(truth.exact[name][i], np.float64))
+    return not error[at] <= _may(truth, name, i, error, (side, value))[at]
+
+
+def _hint(sides: list[tuple[Side, Any]], truth: StageTruth, name: str, i: int, at: tuple[int, int, int]) -> str:
+    """What the values themselves give away: float32 numbers that bfloat16 can hold, every one, were rounded to it."""
+    for side, value in sides:
+        if only_bfloat16(np.asarray(value)[at], np.asarray(truth.exact[name][i])[at]):
+            return f"every value of {side.name} there is one that bfloat16 can hold: it was rounded to bfloat16"
+    return ""

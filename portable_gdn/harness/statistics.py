@@ -13,9 +13,10 @@ import numpy as np
 
 from ..spec.problem import Signature
 
-__all__ = ["Statistics", "by_token", "statistics"]
+__all__ = ["Statistics", "and_list", "by_token", "statistics"]
 
 STANDS_OUT = 4.0  # times the median of its kind, in root mean square
+MOST_NAMED = 8  # of a kind, one by one
 ROWS = 256  # of an error map: more tokens are averaged
 
 _TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "o")
@@ -105,7 +106,10 @@ def statistics(
         *_standing_out("position in a chunk", positions),
     ]
     if drift > STANDS_OUT:
-        findings.append(f"the relative error grows along the sequence, {drift:.1f} times from first to last quarter")
+        findings.append(
+            "the relative error grows along the sequence: "
+            f"it is {_times(drift)} as large in the last quarter as in the first"
+        )
     if abs(bias) > 0.3 and sigmas > 6:
         findings.append(f"the error leans to one side: its mean is {bias:+.2f} of its size ({sigmas:.0f} sigma)")
     if abs(gain) * unit > 0.7 * np.sqrt((error**2).mean()) and error.size > 16 and np.any(error):
@@ -141,15 +145,39 @@ def _lean(error: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
     return mean / rms, abs(mean) / max(spread, 1e-300), gain
 
 
+def _times(x: float) -> str:
+    return f"{x:.1f} times" if x < 10 else f"{x:.0f} times" if x < 1000 else "more than 1000 times"
+
+
+def _at_least(x: float) -> str:
+    return _times(x) if x >= 1000 else f"at least {_times(x)}"
+
+
 def _standing_out(what: str, values: list[float]) -> list[str]:
-    """A sentence if one of several stands out."""
+    """A sentence if some of several stand out; it names all of them."""
     if len(values) < 3:
         return []
-    worst, middle = int(np.argmax(values)), float(np.median(values))
-    if not values[worst] > STANDS_OUT * middle:
+    middle = float(np.median(values))
+    out = [i for i, value in enumerate(values) if value > STANDS_OUT * middle or not np.isfinite(value)]
+    if not 0 < len(out) <= min(MOST_NAMED, len(values) // 2):  # of many none is an exception
         return []
-    times = f"{values[worst] / middle:.0f} times" if middle else "all of it, and"
-    return [f"{what} {worst} stands out: its error is {times} that of the median one"]
+    least = min(values[i] for i in out)
+    known = middle > 0 and np.isfinite(least)
+    if len(out) == 1:
+        size = f"is {_times(least / middle)} that of the median one" if known else "is all there is"
+        return [f"{what} {out[0]} stands out: its error {size}"]
+    size = f"is {_at_least(least / middle)} that of the median one" if known else "is not that of the others"
+    return [f"{_plural(what)} {and_list(out)} stand out: the error of each {size}"]
+
+
+def _plural(what: str) -> str:
+    return what.replace("head", "heads").replace("position", "positions") if what != "chunk" else "chunks"
+
+
+def and_list(names: list[Any]) -> str:
+    """ "1", "1 and 4", "1, 2 and 4"."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _ulps(value: np.ndarray, exact: np.ndarray) -> dict[str, float]:

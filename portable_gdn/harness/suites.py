@@ -7,7 +7,7 @@ from .cases import Case, cases_named, designed, pairwise, recorded
 
 __all__ = ["SUITES", "SUITE_VERSION", "suite"]
 
-SUITE_VERSION = "1"
+SUITE_VERSION = "2"
 
 _QUICK = (
     "one token", "a chunk and a token", "KDA", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf", "packed with empties",
