@@ -13,6 +13,7 @@ from .lora import PREFIX, with_factors
 from .output import Output, Part
 from .plan import check_shared
 from .reader import Checkpoint
+from .spelling import spell
 from .table import Bound, Dialect, Key, Made, Spec, bind, describe
 from .targets import FAMILY_TARGETS, STEP, TREES
 from .targets.jax import jax_dialect
@@ -59,8 +60,10 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
     }
     carried = {name for names in record.carried.values() for name in names}
     scales = set(record.dequantised.values())
-    dialect = Dialect(family.name, family.table, record.prefix)
-    if record.settings.get("lora"):
+    adapter = bool(record.settings.get("lora"))
+    spelling = spell(family, originals, record.prefix, with_factors if adapter else None)
+    dialect = Dialect(family.name, family.table, record.prefix, spelling.names)
+    if adapter:
         dialect = with_factors(dialect)
     layers = record.linear_layers
     wanted, unknown, _ = bind(

@@ -50,7 +50,7 @@ def with_factors(dialect: Dialect) -> Dialect:
         options = {"period": entry.period, "places": entry.places, "when": entry.when, "layer": entry.layer}
         rows.append(Entry(names[0], layout(f"{shared}: {a}"), **options))  # type: ignore[arg-type]
         rows.append(Entry(names[1], layout(f"{pieces[0]}#B: {b}" if plain else b), **options))  # type: ignore[arg-type]
-    return Dialect(dialect.name, tuple(rows), dialect.prefix)
+    return Dialect(dialect.name, tuple(rows), dialect.prefix, dialect.spelled)
 
 
 def _marked(axis: str, pieces: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ from .dtypes import FLOAT8
 from .families import ALL, Family, Mixer, family_named
 from .lora import PREFIX, is_adapter, with_factors
 from .reader import Checkpoint
+from .spelling import spell, unwrapped
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
 
 __all__ = ["Read", "find_family", "linear_layers", "read"]
@@ -44,21 +45,21 @@ class Read:
         return any(key.piece.endswith("#A") for key in self.places)
 
     @property
+    def published(self) -> bool:
+        """Whether the names are as the family's releases have them: nothing wraps them, no other prefix is theirs."""
+        wrapped = any(name != unwrapped(name) for name in self.dialect.spelled)
+        return not wrapped and self.dialect.prefix in ("model.", *self.family.prefixes)
+
+    @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
         return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
 
 
-def _prefix(family: Family, names: Sequence[str]) -> str:
-    for prefix in family.prefixes:
-        if any(name.startswith(prefix + "layers.") for name in names):
-            return prefix
-    return "model."
-
-
 def _unread(family: Family, names: Sequence[str]) -> int:
     """How many tensors a family's table and rules say nothing of, by names alone."""
-    dialect = Dialect(family.name, family.table, _prefix(family, names))
+    spelling = spell(family, names, strict=False)
+    dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
     rules = [re.compile(rule.pattern) for rule in family.rules]
     count = 0
     for name in names:
@@ -114,8 +115,9 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         checkpoint.config = dict(base)
         family = family or str(base.get("model_type"))
     found, notes = find_family(checkpoint, family)
-    prefix = _prefix(found, [name.removeprefix(PREFIX) for name in names])
-    dialect = Dialect(found.name, found.table, PREFIX + prefix if adapter else prefix)
+    spelling = spell(found, names, made=with_factors if adapter else None)
+    notes += spelling.notes(found, PREFIX if adapter else "")
+    dialect = Dialect(found.name, found.table, spelling.prefix, spelling.names)
     if adapter:
         dialect = with_factors(dialect)
     rules = [(rule, re.compile(rule.pattern)) for rule in found.rules]

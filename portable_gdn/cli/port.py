@@ -268,3 +268,5 @@ def _print_port(facts: dict[str, Any]) -> None:
         _names(f"side file, {rule}", names)
     for name, (was, becomes) in facts["casts"].items():
         console.print(f"cast: {name} from {was} to {becomes}", markup=False)
+    for note in facts.get("notes", ()):
+        console.print(f"note: {note}", markup=False)
