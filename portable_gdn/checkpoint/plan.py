@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
+from .adapters import Adapter
 from .dtypes import FLOAT8, FLOATS
 from .families.family import KEEP_FLOAT32, MIXER_PIECES
-from .lora import PREFIX, with_factors
+from .joining import Joined, join
+from .lora import PREFIX, RANK, Slots, is_factor, with_factors
 from .output import Output, Part
 from .reader import Checkpoint
 from .source import Read
@@ -48,6 +50,8 @@ class Plan:
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
     dequantised: dict[str, str] = field(default_factory=dict)  # weight: its scales
     settings: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)  # of an adapter, by the name of a projection's first factor
+    scalings: dict[str, float | None] = field(default_factory=dict)  # the same; None where nothing says it
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +93,10 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
             if place.bound.spec.dtype in FLOAT8
         }
         places = {key: place for key, place in places.items() if not key.piece.endswith(SCALE)}
+    joined = Joined()
+    if source.lora is not None:
+        joined = join(dialect, places, wanted, source.checkpoint, source.lora, source.sizes, dtype)
+        places = {key: place for key, place in places.items() if key not in joined.keys}
     for place in places.values():
         if place.bound.fault:
             raise GdnError(place.bound.fault)
@@ -98,6 +106,8 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
     for tensor in made.values():
         plan.outputs.append(_output(tensor, places, dtype, plan.casts))
     plan.outputs += _zeros(dialect, made, places)
+    if source.lora is not None:
+        _settle_adapter(plan, source.lora, joined, made, places)
     left: dict[str, list[str]] = {}
     for key in homeless:
         bound = places[key].bound
@@ -120,6 +130,8 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
             aside.append(Skipped(rule, names))
     if left:
         aside.append(Skipped(f"no place in {to}", tuple(left)))
+    if joined.carried:
+        aside.append(Skipped(f"factors of parts, which are joined in {to}", tuple(joined.carried)))
     clash = {output.name for output in plan.outputs} & set(tree)
     if clash:
         raise GdnError(f"{sorted(clash)[0]} is a name of the target's own; the source must not have it.")
@@ -159,13 +171,33 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
 
 def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
     """As ``_target``, for adapters: in our tree, or on another family's layers."""
+    slots = source.lora.slots if source.lora is not None else Slots()
     if to in TREES:
-        return with_factors(jax_dialect(source.family)), None, {"lora": True}
+        return with_factors(jax_dialect(source.family), slots), None, {"lora": True}
     if to not in FAMILY_TARGETS:
         raise bad("--to", repr(to), f"be one of {', '.join((*TREES, *FAMILY_TARGETS))} for an adapter")
     family = family_target(to, source.family, source.mixer)
-    dialect = with_factors(Dialect(family.name, family.table, PREFIX + "model."))
+    dialect = with_factors(Dialect(family.name, family.table, PREFIX + "model."), slots)
     return dialect, _of_mixer, {"lora": True, "family": family.name}
+
+
+def _settle_adapter(
+    plan: Plan, adapter: Adapter, joined: Joined, made: Mapping[str, Made], places: Mapping[Key, Place]
+) -> None:
+    """What is known of an adapter's projections in the target: their ranks and scalings, by the names of their A."""
+    plan.outputs += joined.outputs
+    plan.casts.update(joined.casts)
+    ranks, scalings = dict(joined.ranks), dict(joined.scalings)
+    for name, tensor in made.items():
+        key = next(iter(tensor.parts))
+        if is_factor(key.piece) and key.piece.partition("#")[2][0] == "A":
+            place = places[key]
+            ranks[name] = place.bound.sizes[RANK]
+            module = adapter.modules[place.bound.name]
+            scalings[name] = None if len(adapter.slots.names) > 1 else adapter.scaling(module, ranks[name])
+    plan.ranks, plan.scalings = ranks, scalings
+    if joined.outputs:
+        plan.settings["joined"] = [output.name for output in joined.outputs]
 
 
 def _of_mixer(key: Key) -> bool:

@@ -13,8 +13,10 @@ import numpy as np
 
 from ..spec.errors import GdnError
 from . import provenance
+from .adapters import target_settings
 from .back import plan_back
 from .families import family_named
+from .lora import CONFIG, PREFIX
 from .orbax import leaf, metadata
 from .output import Shard, shards
 from .plan import Plan, plan_port
@@ -109,10 +111,12 @@ def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _
         for name, data in kept.items():
             current.text(f"{provenance.SOURCE}/{name}", data)
         for path in provenance.small_files(source.folder):
-            own = path.name == "config.json" and "family" in plan.settings
+            own = path.name in ("config.json", CONFIG) and "family" in plan.settings
             current.text(f"{provenance.SOURCE}/{path.name}" if own else path.name, path.read_bytes())
-        if "family" in plan.settings and not plan.read.adapter:
+        if "family" in plan.settings and plan.read.lora is None:
             current.text("config.json", json.dumps(_config(plan), indent=2))
+        elif "family" in plan.settings and plan.read.lora is not None and plan.read.lora.config:
+            current.text(CONFIG, json.dumps(_adapter_config(plan), indent=2))
     names = [shard.name for shard in (*files, *side)]
     count = len(plan.outputs) + len(plan.side)
     return Outcome(out, names, count, total, current.resumed, list(plan.casts), plan.read.notes)
@@ -123,6 +127,14 @@ def _config(plan: Plan) -> dict[str, Any]:
     assert family is not None
     assert mixer is not None
     return target_config(family, mixer, plan.read.sizes, plan.read.linear_layers)
+
+
+def _adapter_config(plan: Plan) -> dict[str, Any]:
+    """The adapter's configuration for the target's modules."""
+    assert plan.read.lora is not None
+    own = {name: name.removeprefix(PREFIX).partition(".lora_A")[0] for name in plan.ranks}
+    ranks = {own[name]: rank for name, rank in plan.ranks.items()}
+    return target_settings(plan.read.lora.config, ranks, {own[name]: s for name, s in plan.scalings.items()})
 
 
 def _index(current: Session, files: list[Shard]) -> None:
@@ -186,6 +198,12 @@ def back(
     if dry_run:
         return Outcome(out, names, len(outputs), total, changed=lost)
     before: dict[str, Any] = facts["tensors"]
+    for name in record.settings.get("joined", ()):
+        if checksum(whole.chunks(name)) != before.get(name):
+            raise GdnError(
+                f"{name} joins the factors of several parts and was changed since it was written; it cannot be taken "
+                f"apart again, so only an unchanged one goes back."
+            )
     expected: dict[str, str] = facts["source"]["tensors"]
     with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress, exact=True) as current:
         current.write(files, whole)

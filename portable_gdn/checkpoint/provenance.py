@@ -64,6 +64,7 @@ def write(
         "mixer": None if mixer is None else mixer.as_dict(),
         "zero_centred_norms": list(family.zero_centred),
         "notes": list(source.notes),
+        "adapter": {name: {"rank": rank, "scaling": plan.scalings.get(name)} for name, rank in plan.ranks.items()},
         "files": files,
         "leaves": {o.name: [o.spec.dtype, list(o.spec.shape)] for o in plan.outputs} if plan.target in ROOTS else {},
         "side_files": side,

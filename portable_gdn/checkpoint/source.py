@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec.errors import GdnError, bad
+from .adapters import Adapter, adapter_of
 from .dtypes import FLOAT8
 from .families import ALL, Family, Mixer, family_named
-from .lora import PREFIX, is_adapter, with_factors
-from .reader import Checkpoint
+from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
+from .reader import Checkpoint, read_json
 from .spelling import spell, unwrapped
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
 
@@ -30,6 +31,7 @@ class Read:
     carried: tuple[tuple[str, tuple[str, ...], bool], ...]  # rule, names, whether they belong to the tree
     block: int | None = None
     notes: tuple[str, ...] = ()
+    lora: Adapter | None = None
 
     @property
     def mixer(self) -> Mixer | None:
@@ -42,7 +44,7 @@ class Read:
     @property
     def adapter(self) -> bool:
         """Whether it is an adapter, not a model."""
-        return any(key.piece.endswith("#A") for key in self.places)
+        return any(is_factor(key.piece) for key in self.places)
 
     @property
     def published(self) -> bool:
@@ -109,18 +111,23 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
     """
     names = list(checkpoint.where)
     adapter = is_adapter(names)
+    said = read_json(checkpoint.folder / CONFIG) if adapter and (checkpoint.folder / CONFIG).is_file() else {}
+    if adapter:
+        refuse_others(names, said, checkpoint.path)
     if adapter != (base is not None):
         raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
     if base is not None:
         checkpoint.config = dict(base)
         family = family or str(base.get("model_type"))
     found, notes = find_family(checkpoint, family)
-    spelling = spell(found, names, made=with_factors if adapter else None)
+    slots = slots_of(names) if adapter else None
+    lora = adapter_of(checkpoint.inventory, slots, said, checkpoint.folder) if slots is not None else None
+    spelling = spell(found, names, slots=slots)
     notes += spelling.notes(found, PREFIX if adapter else "")
     dialect = Dialect(found.name, found.table, spelling.prefix, spelling.names)
-    if adapter:
-        dialect = with_factors(dialect)
-    rules = [(rule, re.compile(rule.pattern)) for rule in found.rules]
+    if slots is not None:
+        dialect = with_factors(dialect, slots)
+    rules = [(rule, re.compile(rule.pattern)) for rule in (*found.rules, *(ADAPTER_RULES if adapter else ()))]
     carried: dict[str, tuple[list[str], bool]] = {}
     inventory: dict[str, Spec] = {}
     layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
@@ -173,6 +180,7 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         tuple((r, tuple(n), t) for r, (n, t) in carried.items()),
         block[0] if block else None,
         notes,
+        lora,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..spec.errors import GdnError
 from .families.family import Family
+from .lora import ADAPTER_RULES, PREFIX, Slots, with_factors
 from .table import Dialect
 
 __all__ = ["WRAPPERS", "Spelling", "spell", "unwrapped"]
@@ -65,7 +66,7 @@ def spell(
     family: Family,
     names: Iterable[str],
     prefix: str | None = None,
-    made: Callable[[Dialect], Dialect] | None = None,
+    slots: Slots | None = None,
     strict: bool = True,
 ) -> Spelling:
     """How these names are read by a family's table.
@@ -74,13 +75,13 @@ def spell(
         family: whose table and rules.
         names: of the checkpoint's tensors.
         prefix: what stands in place of "model.", if that is known already.
-        made: makes another dialect of the table's, as for adapters.
+        slots: of an adapter, if it is one.
         strict: whether names that allow two readings, or become one, are refused; else the first is taken.
 
     Raises:
         GdnError: names allow two readings, or FSDP's flat parameters are among them.
     """
-    bare = {name: unwrapped(name) for name in names}
+    bare = {name: unwrapped(name) if slots is None else slots.canonical(unwrapped(name)) for name in names}
     flat = next((name for name, short in bare.items() if _FLAT.fullmatch(short)), None)
     if flat is not None:
         raise GdnError(
@@ -88,9 +89,9 @@ def spell(
             f"must be saved with its full state dict instead."
         )
     table = Dialect(family.name, family.table)
-    if made is not None:
-        table = made(table)
-    rules = [re.compile(rule.pattern) for rule in family.rules]
+    rules = [re.compile(rule.pattern) for rule in (*family.rules, *(ADAPTER_RULES if slots is not None else ()))]
+    if slots is not None:
+        table = with_factors(table, slots)
 
     def has_row(name: str) -> bool:
         return bool(table.rows(name)[0] or table.rows(name.removesuffix("_scale_inv"))[0])
@@ -100,6 +101,8 @@ def spell(
 
     if prefix is None:
         prefix = _prefix([short for short in bare.values() if not by_rule(short)], has_row, strict)
+        if prefix is None:
+            prefix = (PREFIX if any(short.startswith(PREFIX) for short in bare.values()) else "") + "model."
     starts = _starts(prefix)
     spelled: dict[str, str] = {}
     taken: dict[str, str] = {}
@@ -113,13 +116,13 @@ def spell(
                 f"{taken[found]} and {name} are both {found} without what wrappers and prefixes add to them; one of "
                 f"the two must go."
             )
-    parts = {part for name, short in bare.items() if name != short for part in name.split(".")}
+    parts = {part for name in bare for part in name.split(".")}
     wrappers = tuple(part for part in WRAPPERS if part in parts)
     return Spelling(prefix, wrappers, {} if all(name == short for name, short in spelled.items()) else spelled)
 
 
-def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) -> str:
-    """What stands before "layers." in the names that the table knows behind it."""
+def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) -> str | None:
+    """What stands before "layers." in the names that the table knows behind it; None where there are none."""
     found: dict[str, str] = {}
     for name in names:
         place = _LAYERS.match(name)
@@ -128,7 +131,7 @@ def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) 
     if strict and len(found) > 1:
         one, other, *_ = found.values()
         raise GdnError(f"{one} and {other} are both read as layers of one text model; one of the two must go.")
-    return next(iter(found), "model.")
+    return next(iter(found), None)
 
 
 def _starts(prefix: str) -> list[str]:
