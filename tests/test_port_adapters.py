@@ -136,7 +136,7 @@ def test_other_kinds_of_adapters_are_named(tmp_path, names, said, kind):
     x = {name: np.ones((4, 4), np.float32) for name in names}
     source, base = write(tmp_path, "qwen3_5_text", x, peft_type=said)
     for arguments in ({}, {"base": base}):
-        with pytest.raises(GdnError, match=f"an adapter of the kind {kind}"):
+        with pytest.raises(GdnError, match=f"an adapter of kind {kind}"):
             port(source, tmp_path / "out", "nnx", **arguments)
 
 

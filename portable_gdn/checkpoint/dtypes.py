@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-__all__ = ["FLOAT8", "FLOATS", "NAMES", "dtype_of", "itemsize"]
+__all__ = ["FLOAT8", "FLOATS", "NAMES", "WIDE", "dtype_of", "itemsize"]
 
 NAMES: dict[str, np.dtype] = {
     name: np.dtype(kind)
@@ -30,6 +30,8 @@ NAMES: dict[str, np.dtype] = {
     }.items()
 }
 
+WIDE = ("F64", "F32", "F16", "BF16")
+"""What a weight may be without scales."""
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """What ``--dtype`` takes, and how a file calls it."""

@@ -17,7 +17,17 @@ from typing import Any
 from ..spec.errors import GdnError
 from .dtypes import NAMES, itemsize
 
-__all__ = ["MAX_HEADER", "MAX_NAME", "MAX_TENSORS", "Header", "Tensor", "parse_header", "parse_name", "read_header"]
+__all__ = [
+    "MAX_HEADER",
+    "MAX_NAME",
+    "MAX_TENSORS",
+    "Header",
+    "Tensor",
+    "parse_header",
+    "parse_name",
+    "read_header",
+    "what_else",
+]
 
 MAX_HEADER = 100_000_000  # bytes; what the safetensors package allows
 MAX_TENSORS = 1_000_000  # in one checkpoint; one of 80 billion parameters with 512 experts has 76 thousand
@@ -64,6 +74,10 @@ def read_header(path: Path) -> Header:
             first = file.read(8)
             length = int.from_bytes(first, "little")
             if len(first) < 8 or length > size - 8:
+                file.seek(0)
+                what = what_else(file.read(64))
+                if what:
+                    raise GdnError(f"{path} is {what}; it must be a safetensors file.")
                 raise _refuse(path, f"it has {size} bytes and its header claims {length}", "be whole")
             if length > MAX_HEADER:
                 raise _refuse(path, f"its header claims {length} bytes", f"have at most {MAX_HEADER}")
@@ -71,6 +85,24 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise GdnError(f"{path} cannot be read: {error.strerror or error}.") from error
     return parse_header(path, raw, size)
+
+
+_BEGINNINGS = (
+    (b"version https://git-lfs", "a pointer of git-lfs to a file that was not fetched (git lfs pull fetches it)"),
+    (b"<!DOCTYPE", "a page of HTML, as a failed download leaves it"),
+    (b"<html", "a page of HTML, as a failed download leaves it"),
+    (b"<?xml", "a page of XML, as a failed download leaves it"),
+    (b"GGUF", "a GGUF file"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it (a pickle, which is never read)"),
+    (b"\x80\x02", "a pickle, which is never read"),
+    (b"\x89HDF", "an HDF5 file"),
+)
+
+
+def what_else(beginning: bytes) -> str | None:
+    """What a file is that begins so, where it is something else than it should be and that can be told."""
+    start = beginning.lstrip()
+    return next((what for mark, what in _BEGINNINGS if start[: len(mark)].lower() == mark.lower()), None)
 
 
 def parse_header(path: Path, raw: bytes, size: int) -> Header:
@@ -91,6 +123,10 @@ def parse_header(path: Path, raw: bytes, size: int) -> Header:
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _refuse(path, "its __metadata__ holds other things than text", "hold text only")
+    if metadata.get("format") == "portable-gdn-run":
+        raise GdnError(
+            f"{path} is a recording of `portable-gdn record`, which compare and doctor read; it must be a checkpoint."
+        )
     if len(found) > MAX_TENSORS:
         raise _refuse(path, f"it names {len(found)} tensors", f"have at most {MAX_TENSORS}")
     tensors = sorted(

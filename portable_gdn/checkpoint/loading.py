@@ -10,13 +10,19 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from . import provenance
+from .completeness import Kinds, absent, only_linear, refuse_incomplete, without_head
+from .configuration import text_config
+from .families import family_named
+from .reader import Checkpoint
+from .table import bind
 from .targets import TREES
+from .targets.jax import jax_dialect
 
 __all__ = ["load_layer", "load_tree"]
 
 
 def load_tree(
-    folder: Path,
+    folder: str | Path,
     *,
     under: str = "",
     sharding: Any | Callable[[str, tuple[int, ...]], Any] = None,
@@ -34,12 +40,14 @@ def load_tree(
         The tree; a path's parts are its keys.
 
     Raises:
-        GdnError: the folder is no port in our tree, or has no such leaves.
+        GdnError: the folder is no port in our tree, is not complete, or has no such leaves.
     """
     import jax
 
+    folder = Path(folder)
     facts = _facts(folder)
     port = provenance.open_port(folder, facts, side=False)
+    _check_whole(folder, facts, port)
     start = under + "." if under else ""
     wanted = [n for n in (port.where if names is None else names) if n.startswith(start)]
     tree: dict[str, Any] = {}
@@ -68,7 +76,7 @@ def _reading(array: np.ndarray) -> Callable[[Any], np.ndarray]:
     return lambda index: np.array(array[index])
 
 
-def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
+def load_layer(folder: str | Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
     """A linear-attention layer of a port, ready to run: one of ``portable_gdn.tpu.integrations.nnx``.
 
     Args:
@@ -78,8 +86,9 @@ def load_layer(folder: Path, layer: int, *, sharding: Any = None, **options: Any
         options: of the layer, such as dtype, precision and backend.
 
     Raises:
-        GdnError: the folder is no such port, or that layer has no linear attention.
+        GdnError: the folder is no such port, is not complete, or that layer has no linear attention.
     """
+    folder = Path(folder)
     facts = _facts(folder)
     if layer not in facts["linear_layers"]:
         raise bad("layer", layer, f"be one with linear attention: {', '.join(map(str, facts['linear_layers']))}")
@@ -128,6 +137,29 @@ def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple
             yield from _flat(value, (*path, key))
         else:
             yield (*path, key), value
+
+
+def _check_whole(folder: Path, facts: dict[str, Any], port: Checkpoint) -> None:
+    """Compare a port's leaves with those that it was written with, and with those that its family must have.
+
+    The second finds what was absent already when it was ported, by a version that did not look.
+    """
+    side = {name for names in facts["aside"].values() for name in names}
+    lacking = [name for name in facts["tensors"] if name not in port.where and name not in side]
+    family = family_named(facts["family"])
+    if not lacking and family is not None and not facts["settings"].get("lora"):
+        dialect = jax_dialect(family)
+        carried = {name for names in facts["carried"].values() for name in names}
+        config = provenance.source_config(folder)
+        inventory = {name: spec for name, spec in port.inventory.items() if name not in carried}
+        places, _, sizes = bind(dialect, inventory, facts["sizes"], facts["block"], facts["linear_layers"])
+        said = text_config(config).get("num_hidden_layers")
+        count = said if isinstance(said, int) else 1 + max((key.layer for key in places), default=-1)
+        kinds = Kinds(frozenset(facts["linear_layers"]), count)
+        bare = not any("layers." in name for name in facts["source"]["tensors"])
+        headless = without_head(facts["prefix"], config)
+        lacking = absent(family, dialect, config, places, sizes, kinds, [0] if bare else only_linear(config), headless)
+    refuse_incomplete(str(folder), facts["family"], lacking)
 
 
 def _facts(folder: Path) -> dict[str, Any]:

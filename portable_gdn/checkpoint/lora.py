@@ -105,8 +105,8 @@ def refuse_others(names: Iterable[str], config: Mapping[str, Any], where: object
         told = str(said), CONFIG
     if told is not None:
         raise GdnError(
-            f"{where} is an adapter of the kind {told[0]} (as {told[1]} tells), which cannot be ported; it must be "
-            f"LoRA (rsLoRA and DoRA among it), or be merged into its model first."
+            f"{where} is an adapter of kind {told[0]} ({told[1]} tells); only LoRA's factors can be ported, rsLoRA's "
+            f"and DoRA's among them, so it must be merged into its model first."
         )
 
 

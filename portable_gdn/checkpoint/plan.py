@@ -14,16 +14,18 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from .adapters import Adapter
+from .completeness import Kinds, absent
 from .dtypes import FLOAT8, FLOATS
+from .families import family_named
 from .families.family import KEEP_FLOAT32, MIXER_PIECES
 from .joining import Joined, join
 from .lora import PREFIX, RANK, Slots, is_factor, with_factors
 from .output import Output, Part
 from .reader import Checkpoint
 from .source import Read
-from .table import SCALE, Dialect, Key, Made, Place, Spec, describe, lay_out
+from .table import SCALE, Dialect, Key, Made, Place, Spec, bind, describe, lay_out
 from .targets import FAMILY_TARGETS, STEP, TARGETS, TREES
-from .targets.family import family_target
+from .targets.family import family_target, target_config
 from .targets.jax import jax_dialect
 from .targets.maxtext import LAYOUTS, maxtext_dialect, period_of
 
@@ -108,12 +110,18 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
     plan.outputs += _zeros(dialect, made, places)
     if source.lora is not None:
         _settle_adapter(plan, source.lora, joined, made, places)
+    elif wanted is not None:
+        _check_target(plan)
     left: dict[str, list[str]] = {}
     for key in homeless:
         bound = places[key].bound
-        if bound.entry.zeros and source.checkpoint.array(bound.name).any():
+        bias = key.piece.endswith("bias") or bound.entry.zeros
+        if _of_mixer(key) and not (bias and not source.checkpoint.array(bound.name).any()):
             raise GdnError(
                 f"{bound.name} has no place in {to} and is not zero; the layer would compute something else without it."
+                if bias
+                else f"{bound.name} holds {describe(key)}, for which {to} has no place; the layer would compute "
+                f"something else without it."
             )
         left.setdefault(places[key].bound.name, []).append(describe(key))
     used = {name for output in plan.outputs for name in output.sources}
@@ -237,6 +245,28 @@ def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoin
                     raise GdnError(
                         f"{tensor.name} stands for {names[0]} and {name}, which differ; they must be the same."
                     )
+
+
+def _check_target(plan: Plan) -> None:
+    """Layers of another family must be whole ones of that family, too.
+
+    Raises:
+        GdnError: the source has no piece for something that they must have.
+    """
+    source, family = plan.read, family_named(plan.settings["family"])
+    if family is None or source.mixer is None:
+        return
+    config = target_config(family, source.mixer, source.sizes, source.linear_layers)
+    dialect = Dialect(family.name, family.table)
+    inventory = {output.name: output.spec for output in plan.outputs}
+    places, _, sizes = bind(dialect, inventory, family.dims(config), source.block, source.linear_layers)
+    kinds = Kinds(frozenset(source.linear_layers), 0)
+    lacking = absent(family, dialect, config, places, sizes, kinds, source.linear_layers)
+    if lacking:
+        raise GdnError(
+            f"{source.family.title} has nothing that would become {lacking[0]}, which {family.title} must have; its "
+            f"layers cannot be ported to {family.title}."
+        )
 
 
 def _zeros(dialect: Dialect, made: Mapping[str, Made], places: Mapping[Key, Place]) -> list[Output]:

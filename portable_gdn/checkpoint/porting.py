@@ -97,6 +97,8 @@ def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _
     side = shards(plan.side, "side", shard_size)
     total = sum(shard.nbytes for shard in (*files, *side))
     source = plan.read.checkpoint
+    family = plan.settings.get("family")
+    foreign = family is not None and (family != plan.read.family.name or plan.read.bare)
     with session(out, f"{plan.fingerprint()} {shard_size}", total, progress) as current:
         current.write([*files, *side], source, _dequantising(plan))
         if root is None:
@@ -111,11 +113,11 @@ def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _
         for name, data in kept.items():
             current.text(f"{provenance.SOURCE}/{name}", data)
         for path in provenance.small_files(source.folder):
-            own = path.name in ("config.json", CONFIG) and "family" in plan.settings
+            own = (path.name == "config.json" and foreign) or (path.name == CONFIG and family is not None)
             current.text(f"{provenance.SOURCE}/{path.name}" if own else path.name, path.read_bytes())
-        if "family" in plan.settings and plan.read.lora is None:
+        if foreign and plan.read.lora is None:
             current.text("config.json", json.dumps(_config(plan), indent=2))
-        elif "family" in plan.settings and plan.read.lora is not None and plan.read.lora.config:
+        elif family is not None and plan.read.lora is not None and plan.read.lora.config:
             current.text(CONFIG, json.dumps(_adapter_config(plan), indent=2))
     names = [shard.name for shard in (*files, *side)]
     count = len(plan.outputs) + len(plan.side)

@@ -20,7 +20,18 @@ from .source import linear_layers
 from .table import Spec
 from .targets import ROOTS
 
-__all__ = ["FILE", "FORMAT", "SOURCE", "is_port", "load", "open_port", "read_record", "small_files", "write"]
+__all__ = [
+    "FILE",
+    "FORMAT",
+    "SOURCE",
+    "is_port",
+    "load",
+    "open_port",
+    "read_record",
+    "small_files",
+    "source_config",
+    "write",
+]
 
 FILE = "portable_gdn.json"
 SOURCE = "source"
@@ -107,6 +118,14 @@ def load(folder: Path) -> dict[str, Any]:
             str(folder / FILE), f"of format {facts.get('format')} {facts.get('version')}", f"be {FORMAT} {VERSION}"
         )
     return facts
+
+
+def source_config(folder: Path) -> dict[str, Any]:
+    """The configuration that a port's source had, empty if it had none."""
+    for path in (folder / SOURCE / "config.json", folder / "config.json"):
+        if path.is_file():
+            return read_json(path)
+    return {}
 
 
 def open_port(folder: Path, facts: dict[str, Any], side: bool = True) -> Checkpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import numpy as np
 from ..spec.errors import GdnError, bad
 from .direct import pieces
 from .dtypes import dtype_of
-from .header import MAX_TENSORS, Header, Tensor, read_header
+from .header import MAX_TENSORS, Header, Tensor, read_header, what_else
 from .table import Spec
 
 __all__ = ["INDEX_SUFFIX", "Checkpoint", "read_json"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+_ADAPTER = re.compile(r"adapter_model(-.*)?\.safetensors")
+_ONE_OF = re.compile(r"(?P<stem>.+)-(?P<n>\d+)-of-(?P<of>\d+)\.safetensors")
+_MOST_FILES = 100_000  # that a shard's name may claim
 _SMALL = 64 * 2**20  # bytes of a JSON file; an index of 76 thousand tensors has 8 MB
 _MAPS = 256  # files that are mapped at a time; each takes a handle
 
@@ -37,11 +41,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _SMALL:
             raise bad(str(path), f"{path.stat().st_size} bytes", f"have at most {_SMALL}")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))  # a byte-order mark is no part of it
     except OSError as error:
         raise GdnError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError):
-        raise bad(str(path), "no JSON", "hold a JSON object") from None
+        with path.open("rb") as file:
+            what = what_else(file.read(64))
+        raise bad(str(path), what or "no JSON", "hold a JSON object") from None
     if not isinstance(found, dict):
         raise bad(str(path), f"a {type(found).__name__}", "hold a JSON object")
     return found
@@ -51,8 +57,11 @@ class Checkpoint:
     """The safetensors files of a folder (or one file), opened by their headers alone.
 
     path: what was opened. files: their paths by name. headers: by the same names. where: file and place of each tensor.
-    config: of config.json beside them, empty if there is none. index: the index file's name, or None.
+    config: of config.json beside them, empty if there is none. index: the index file's name, or None. hint: what may be
+    wrong with what was opened, to be said where something is.
     """
+
+    hint = ""
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
         """Open ``path``; ``names`` are the files to take, if not all that belong together.
@@ -68,6 +77,9 @@ class Checkpoint:
             raise bad(str(path), "not there", "be a folder with safetensors files, or one such file")
         if names is None:
             names, listed = ([path.name], None) if path.is_file() else self._find()
+            one = _ONE_OF.fullmatch(path.name) if path.is_file() else None
+            if one and int(one["of"]) > 1:
+                self.hint = f" {path.name} is one of {int(one['of'])} files; their folder must be given."
         self.files = {name: self.folder / name for name in names}
         self.headers: dict[str, Header] = {name: read_header(file) for name, file in self.files.items()}
         self.where: dict[str, tuple[str, Tensor]] = {}
@@ -93,25 +105,55 @@ class Checkpoint:
             other = next((p.name for p in sorted(self.folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")), None)
             what = "without safetensors files" + (f"; {other} is a pickle, which is never read" if other else "")
             raise bad(str(self.folder), f"a folder {what}", "hold safetensors files")
+        _one_model(self.folder, found)
         if len(indices) > 1:
             indices = [name for name in indices if name == "model" + INDEX_SUFFIX]
             if not indices:
                 raise bad(str(self.folder), "a folder with several indices", "have one, or model" + INDEX_SUFFIX)
         if not indices:
+            lacking = _lacking(found)
+            if lacking:
+                raise GdnError(
+                    f"{self.folder} is not complete: {_some(lacking)} {'is' if len(lacking) == 1 else 'are'} not "
+                    f"there, by the numbers in the names of {_some(found)}; every file of a checkpoint must be."
+                )
             return found, None
         self.index = indices[0]
         listed = read_json(self.folder / self.index).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
             raise bad(str(self.folder / self.index), "without a weight_map of names", "map tensors to files")
-        for file in dict.fromkeys(listed.values()):
+        if not listed:
+            raise GdnError(
+                f"{self.folder / self.index} names no tensor, and beside it lies {_some(found)}; it must name those of "
+                f"the files, or be removed."
+            )
+        names = list(dict.fromkeys(listed.values()))
+        for file in names:
             if file != Path(file).name or not file.endswith(".safetensors") or "\\" in file or "\0" in file:
                 raise GdnError(
                     f"{self.folder / self.index} points to {file[:80]!r}; it must name safetensors files of its "
                     f"own folder."
                 )
-            if file not in found:
-                raise GdnError(f"{self.folder / self.index} names {file}, which is not there; every shard must be.")
-        return sorted(dict.fromkeys(listed.values())), listed
+        missing = [file for file in names if file not in found]
+        if missing:
+            tensors = [name for name, file in listed.items() if file in missing]
+            raise GdnError(
+                f"{self.folder / self.index} names {_some(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+                f"there and would hold {_some(tensors)}; every shard must be there."
+            )
+        lacking = _lacking(names)
+        if lacking:
+            raise GdnError(
+                f"{self.folder / self.index} does not name {_some(lacking)}, by the numbers in the names of its other "
+                f"files; it must name every file of the checkpoint."
+            )
+        single = self.index.removesuffix(INDEX_SUFFIX) + ".safetensors"
+        if single in found and single not in names:
+            raise GdnError(
+                f"{self.folder} holds {single} and {self.index}, which names other files: two checkpoints, of which "
+                f"programs take the one or the other; one of them must go, or a file itself must be named."
+            )
+        return sorted(names), listed
 
     def _check_index(self, listed: Mapping[str, str]) -> None:
         for name, file in listed.items():
@@ -169,3 +211,35 @@ class Checkpoint:
             yield piece
         if left:
             raise GdnError(f"{self.files[file]} became shorter while it was read; it must not change.")
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, and how many more."""
+    return ", ".join(name[:80] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _lacking(names: list[str]) -> list[str]:
+    """Files that are not among these, though their names say "-00001-of-00003" and so that they must be."""
+    sets: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        found = _ONE_OF.fullmatch(name)
+        if found and int(found["of"]) <= _MOST_FILES:
+            sets.setdefault((found["stem"], found["of"]), {})[int(found["n"])] = found["n"]
+    lacking = []
+    for (stem, of), have in sets.items():
+        width = len(next(iter(have.values())))
+        first = 0 if 0 in have else 1
+        lacking += [f"{stem}-{n:0{width}d}-of-{of}.safetensors" for n in range(first, int(of) + first) if n not in have]
+    return lacking
+
+
+def _one_model(folder: Path, found: list[str]) -> None:
+    """An adapter beside a model: whether it was merged into it cannot be seen, so which is meant must be said."""
+    adapters = [name for name in found if _ADAPTER.fullmatch(name)]
+    if adapters and len(adapters) < len(found):
+        models = [name for name in found if name not in adapters]
+        raise GdnError(
+            f"{folder} holds a model ({_some(models)}) and an adapter ({_some(adapters)}) beside it, and whether the "
+            f"adapter was merged into the model cannot be told; move the adapter to a folder of its own, and port it "
+            f"with --base if it was not merged."
+        )

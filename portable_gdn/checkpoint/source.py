@@ -9,9 +9,23 @@ from typing import Any
 
 from ..spec.errors import GdnError, bad
 from .adapters import Adapter, adapter_of
-from .dtypes import FLOAT8
-from .families import ALL, Family, Mixer, family_named
+from .completeness import (
+    absent,
+    attention_of_fla,
+    layer_kinds,
+    only_linear,
+    refuse_incomplete,
+    split_off_later_layers,
+    told_kinds,
+    uneven,
+    without_head,
+)
+from .configuration import check_config, check_mixer, check_sizes, text_config
+from .dtypes import FLOAT8, WIDE
+from .families import ALL, VISION, Family, Mixer, Rule, family_named
+from .identity import model_types, no_linear_layer, unknown_model
 from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
+from .quantised import quantisation, refuse_quantised
 from .reader import Checkpoint, read_json
 from .spelling import spell, unwrapped
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
@@ -53,6 +67,11 @@ class Read:
         return not wrapped and self.dialect.prefix in ("model.", *self.family.prefixes)
 
     @property
+    def bare(self) -> bool:
+        """Whether it is a layer alone, outside a model."""
+        return any(place.bound.entry.layer >= 0 for place in self.places.values())
+
+    @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
         return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
@@ -72,35 +91,54 @@ def _unread(family: Family, names: Sequence[str]) -> int:
 
 
 def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Family, tuple[str, ...]]:
-    """The family whose table reads the checkpoint, told by its tensors; config.json decides where several do.
+    """The family that a checkpoint is of: what config.json says, if the tensors agree, or what they show.
+
+    Names of tensors alone prove nothing: a plain Llama's are among those of many families. A layer of linear attention
+    whose names a family's table knows does, where config.json says that the model is of a family that is known here;
+    where it says something else, ``named`` must say what it is.
 
     Raises:
-        GdnError: none does; the sentence names what the nearest one cannot read.
+        GdnError: it is of none, or of one that is not known; the sentence says what it is, and what is known.
     """
     names = list(checkpoint.where)
     if named is not None:
         family = family_named(named)
         if family is None:
             raise bad("--family", repr(named), f"be one of {', '.join(f.name for f in ALL)}")
+        _must_be_linear(checkpoint, family)
         return family, ()
-    said = checkpoint.config.get("model_type")
-    promised = family_named(said) if isinstance(said, str) else None
+    said = model_types(checkpoint.config)
+    promised = next((family for family in map(family_named, said) if family is not None), None)
     order = sorted(ALL, key=lambda family: family is not promised)
+    if promised is None:
+        fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]
+        raise unknown_model(checkpoint.folder, checkpoint.config, names, fits)
     left = {family.name: _unread(family, names) for family in order}
     best = min(order, key=lambda family: left[family.name])
-    if promised is not None and left[promised.name] == left[best.name]:
-        return promised, ()
-    if left[best.name] == 0:
-        return best, (f"config.json says model_type {said}; the tensors are those of {best.title}, and are read so",)
-    if promised is not None and left[best.name] > 0:
-        best = promised
-    if left[best.name] == len(names):
+    if left[promised.name] > left[best.name] == 0 and _has_decay(best, names):
+        return best, (f"config.json says model_type {said[0]}; the tensors are those of {best.title}, and are read so",)
+    if left[promised.name] == len(names):
         raise GdnError(
-            f"{checkpoint.folder} holds no model that is known here (model_type {said}); its tensors must be "
-            f"those of one of "
-            f"{', '.join(f.title for f in ALL)}."
+            f"{checkpoint.folder} is of model_type {said[0]}, and none of its tensors ({_some(names)}) has a name that "
+            f"{promised.title}'s have."
         )
-    return best, ()
+    _must_be_linear(checkpoint, promised)
+    return promised, ()
+
+
+def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
+    """A model without a layer of linear attention is of no family here, unless its configuration says just that."""
+    names = list(checkpoint.where)
+    if not is_adapter(names) and not _has_decay(family, names) and not told_kinds(checkpoint.config)[0]:
+        raise no_linear_layer(checkpoint.folder, checkpoint.config, names)
+
+
+def _has_decay(family: Family, names: Sequence[str]) -> bool:
+    """Whether a tensor is there that only layers of linear attention have, by a family's table: their decay."""
+    spelling = spell(family, names, strict=False)
+    dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
+    decays = {"A_log", "A_log_2"}
+    return any(decays & set(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
 def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
@@ -116,6 +154,7 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         refuse_others(names, said, checkpoint.path)
     if adapter != (base is not None):
         raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
+    check_config(checkpoint.config if base is None else base)
     if base is not None:
         checkpoint.config = dict(base)
         family = family or str(base.get("model_type"))
@@ -127,66 +166,104 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
     dialect = Dialect(found.name, found.table, spelling.prefix, spelling.names)
     if slots is not None:
         dialect = with_factors(dialect, slots)
-    rules = [(rule, re.compile(rule.pattern)) for rule in (*found.rules, *(ADAPTER_RULES if adapter else ()))]
-    carried: dict[str, tuple[list[str], bool]] = {}
-    inventory: dict[str, Spec] = {}
-    layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
-    for name, spec in checkpoint.inventory.items():
-        normal = dialect.normal(name)
-        number = re.match(r"model\.layers\.(\d+)\.", normal)
-        if number and isinstance(layers, int) and int(number[1]) >= layers:
-            carried.setdefault("layers after the last one (multi-token prediction)", ([], False))[0].append(name)
-            continue
-        for rule, pattern in rules:
-            if pattern.fullmatch(normal):
-                carried.setdefault(rule.name, ([], rule.tree))[0].append(name)
-                break
-        else:
-            inventory[name] = spec
-    quantised = (
-        _text(checkpoint.config).get("quantization_config") or checkpoint.config.get("quantization_config") or {}
-    )
-    block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
-    if block is not None and (
-        not isinstance(block, list) or len(set(block)) != 1 or not isinstance(block[0], int) or block[0] < 1
-    ):
-        raise bad("weight_block_size", block, "be two equal whole numbers")
-    known = found.dims(checkpoint.config)
+    config = checkpoint.config
+    carried, inventory = _carried((*found.rules, *(ADAPTER_RULES if adapter else ())), dialect, checkpoint)
+    block = _block(config)
+    unread = [name for name in inventory if not dialect.rows(name)[0]]
+    refuse_quantised(checkpoint.folder, config, inventory, unread)
+    known = found.dims(config)
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
             raise bad(f"config.json's {MEANING.get(dim, dim)}", size, "be a positive whole number")
-    linear = linear_layers(checkpoint.config) if adapter else ()
-    places, unknown, sizes = bind(dialect, inventory, known, block[0] if block else None, linear)
+    kinds = None if adapter else layer_kinds(found, dialect, inventory, config)
+    linear = linear_layers(config) if kinds is None else sorted(kinds.linear)
+    places, unknown, sizes = bind(dialect, inventory, known, block, linear)
     if unknown:
-        some = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
         raise GdnError(
-            f"{found.title} has no tensors like {some}; every tensor must be known, and nothing was written."
+            f"{found.title} has no tensors like {_some(unknown)}; every tensor must be known, and nothing was written."
         )
+    _check_dtypes(places)
+    check_mixer(found, config)
+    # an adapter may have an embedding with more tokens than its model
+    check_sizes(found, config, places, {dim: n for dim, n in sizes.items() if not (adapter and dim == "V")})
+    if kinds is not None:
+        headless = without_head(spelling.prefix, config)
+        lacking = absent(found, dialect, config, places, sizes, kinds, only_linear(config), headless)
+        parts: dict[str, int | None] = {
+            rule.name: kinds.count if rule.every else None for rule in found.rules if rule.tree
+        }
+        parts[VISION] = (config.get("vision_config") or {}).get("depth")
+        for rule, group, _ in carried:
+            lacking += uneven([dialect.normal(name) for name in group], parts[rule]) if rule in parts else []
+        refuse_incomplete(str(checkpoint.folder), found.title, lacking, checkpoint.hint)
+    return Read(checkpoint, found, dialect, places, sizes, carried, block, notes, lora)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _carried(
+    every: Sequence[Rule], dialect: Dialect, checkpoint: Checkpoint
+) -> tuple[tuple[tuple[str, tuple[str, ...], bool], ...], dict[str, Spec]]:
+    """What the rules carry over, by rule; and the tensors that the table must describe."""
+    rules = [(rule, re.compile(rule.pattern)) for rule in every]
+    found: dict[str, tuple[list[str], bool]] = {}
+    rest: dict[str, Spec] = {}
+    inventory = checkpoint.inventory
+    later = set(split_off_later_layers(dialect, inventory, checkpoint.config))
+    for name, spec in inventory.items():
+        if name in later:
+            found.setdefault("layers after the last one (multi-token prediction)", ([], False))[0].append(name)
+            continue
+        normal = dialect.normal(name)
+        for rule, pattern in rules:
+            if pattern.fullmatch(normal):
+                found.setdefault(rule.name, ([], rule.tree))[0].append(name)
+                break
+        else:
+            rest[name] = spec
+    return tuple((rule, tuple(names), tree) for rule, (names, tree) in found.items()), rest
+
+
+def _block(config: Mapping[str, Any]) -> int | None:
+    """Rows and columns that share a scale, where the configuration says that weights are quantised in blocks."""
+    block = quantisation(config).get("weight_block_size")
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(set(map(str, block))) != 1 or len(block) != 2:
+        raise bad("weight_block_size", block, "be two equal whole numbers")
+    if not isinstance(block[0], int) or isinstance(block[0], bool) or block[0] < 1:
+        raise bad("weight_block_size", block, "be two equal whole numbers")
+    return block[0]
+
+
+def _check_dtypes(places: Mapping[Key, Place]) -> None:
+    """Weights must be floating-point numbers, and those in eight bits must have scales.
+
+    Raises:
+        GdnError: one is not, or has none.
+    """
     for key, place in places.items():
-        eight = place.bound.spec.dtype in FLOAT8 and not place.bound.scale
-        if eight and key._replace(piece=key.piece + SCALE) not in places:
-            name = place.bound.name
+        spec, name = place.bound.spec, place.bound.name
+        if place.bound.scale:
+            continue
+        if spec.dtype in FLOAT8:
+            if key._replace(piece=key.piece + SCALE) not in places:
+                raise GdnError(
+                    f"{name} is {spec.dtype} and {name}_scale_inv is not there; a weight in eight bits must have its "
+                    f"block scales."
+                )
+        elif spec.dtype not in WIDE:
             raise GdnError(
-                f"{name} is {place.bound.spec.dtype} and {name}_scale_inv is not there; a weight in eight bits "
-                f"must have "
-                f"its block scales."
+                f"{name} is {spec.dtype}, whole numbers that were quantised and have no scales here; weights must be "
+                f"floating-point numbers ({', '.join(WIDE)}), so the checkpoint must be dequantised first."
             )
-    return Read(
-        checkpoint,
-        found,
-        dialect,
-        places,
-        sizes,
-        tuple((r, tuple(n), t) for r, (n, t) in carried.items()),
-        block[0] if block else None,
-        notes,
-        lora,
-    )
 
 
 def linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers with linear attention by the configuration: for adapters, which do not hold what would tell."""
-    config = _text(config)
+    config = text_config(config)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
@@ -197,11 +274,7 @@ def linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
         config.get("num_hidden_layers"),
         config.get("full_attention_interval") or config.get("layer_group_size"),
     )
-    if isinstance(config.get("attn"), dict):
-        return tuple(n for n in range(count or 0) if n not in config["attn"].get("layers", ()))
+    attention = attention_of_fla(config)
+    if attention is not None:
+        return tuple(n for n in range(count or 0) if n not in attention)
     return tuple(n for n in range(count or 0) if not full or (n + 1) % full)
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config

@@ -8,13 +8,18 @@ from .kimi_linear import KIMI_LINEAR
 from .olmo_hybrid import OLMO_HYBRID
 from .others import BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP
 from .qwen import QWEN3_5, QWEN3_NEXT
+from .qwen import VISION as _VISION
 
-__all__ = ["ALL", "Family", "Mixer", "Rule", "family_named"]
+__all__ = ["ALL", "VISION", "Family", "Mixer", "Rule", "family_named"]
 
 ALL: tuple[Family, ...] = (
     QWEN3_NEXT, QWEN3_5, KIMI_LINEAR, OLMO_HYBRID, GATED_DELTANET, KDA, GATED_DELTANET2,
     BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP,
 )  # fmt: skip
+
+
+VISION = _VISION.name
+"""The rule by which vision towers are carried over."""
 
 
 def family_named(name: str) -> Family | None:

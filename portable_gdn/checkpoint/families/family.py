@@ -9,7 +9,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..table import Entry, entries
@@ -58,11 +58,24 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors that a port carries over unchanged. tree: into the target beside the others, else into the side file."""
+    """Tensors that a port carries over unchanged.
+
+    tree: into the target beside the others, else into the side file. every: every layer has them; those of other rules
+    only some layers may have, but all of these the same ones.
+    """
 
     name: str
     pattern: str
     tree: bool = False
+    every: bool = False
+
+
+def _nothing(config: Config, layer: int, linear: bool) -> frozenset[str]:
+    return frozenset()
+
+
+def _nothing_ruled_out(config: Config) -> dict[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,12 @@ class Family:
     dims: sizes that the configuration must tell, since shapes do not.
     mixer: what the linear layers compute.
     zero_centred: which norms multiply by 1 + their weight.
+    may_lack: pieces of a layer (its number, whether it is linear) that the configuration allows to be absent; of all
+        others that the table has for such a layer, none may be (``completeness``).
+    ruled_out: pieces that the configuration says no layer has, each with the setting that says so.
+    says: sizes of dims that the configuration tells and shapes tell too, by its keys: they must agree.
+    tied: whether the head is the embedding where the configuration does not say.
+    conv_activation: whether the short convolution's activation is the configuration's hidden_act; else it is SiLU.
     """
 
     name: str
@@ -85,7 +104,22 @@ class Family:
     rules: tuple[Rule, ...] = ()
     prefixes: tuple[str, ...] = ("model.",)
     zero_centred: tuple[str, ...] = ()
+    may_lack: Callable[[Config, int, bool], frozenset[str]] = _nothing
+    ruled_out: Callable[[Config], Mapping[str, str]] = _nothing_ruled_out
+    says: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SAYS)
+    tied: bool = False
+    conv_activation: bool = True
 
+
+SAYS: Mapping[str, tuple[str, ...]] = {
+    "E": ("hidden_size",),
+    "V": ("vocab_size",),
+    "W": ("linear_conv_kernel_dim", "short_conv_kernel_size", "conv_size"),
+    "X": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "F": ("intermediate_size",),
+    "M": ("moe_intermediate_size",),
+}
+"""Keys of a configuration that tell what shapes tell too. What "head_dim" means differs by family."""
 
 # What stays float32 whatever --dtype says, where it is float32.
 KEEP_FLOAT32 = frozenset(

@@ -113,8 +113,44 @@ def _mixer(kind: str) -> object:
     return settings
 
 
+def _attention(config: Config, layer: int) -> Config:
+    """The settings of a layer of full attention; those of all where the layer is not named."""
+    found = config.get("attn")
+    parts = [part for part in (found if isinstance(found, list) else [found]) if isinstance(part, dict)]
+    return next((part for part in parts if layer in (part.get("layers") or ())), parts[0] if len(parts) == 1 else {})
+
+
+def _may_lack(config: Config, layer: int, linear: bool) -> frozenset[str]:
+    found: list[str] = [] if config.get("conv_bias") else ["conv_q_bias", "conv_k_bias", "conv_v_bias"]
+    attention = _attention(config, layer)
+    found += [] if attention.get("qkv_bias") else ["attn_q_bias", "attn_k_bias", "attn_v_bias"]
+    found += [] if attention.get("qk_norm") else ["attn_q_norm", "attn_k_norm"]
+    return frozenset(found)
+
+
+def _ruled_out(config: Config) -> dict[str, str]:
+    found = {}
+    if config.get("use_short_conv") is False:
+        found.update(dict.fromkeys(("conv_q", "conv_k", "conv_v"), "use_short_conv = false"))
+        found.update(dict.fromkeys(("conv_q_bias", "conv_k_bias", "conv_v_bias"), "use_short_conv = false"))
+    if config.get("use_gate") is False:
+        found["z"] = "use_gate = false"
+    return found
+
+
 def _family(name: str, title: str, types: tuple[str, ...], kind: str, rows: tuple[Entry, ...], *rules: Rule) -> Family:
-    return Family(name, title, types, (*rows, *_REST), _dims, _mixer(kind), rules)  # type: ignore[arg-type]
+    return Family(
+        name,
+        title,
+        types,
+        (*rows, *_REST),
+        _dims,
+        _mixer(kind),  # type: ignore[arg-type]
+        rules,
+        may_lack=_may_lack,
+        ruled_out=_ruled_out,
+        conv_activation=False,
+    )
 
 
 GATED_DELTANET = _family(

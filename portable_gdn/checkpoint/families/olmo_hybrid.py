@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import ATTENTION, CONVS, DENSE, MODEL, Config, Family, Mixer, attention_dims, entries, heads
+from .family import ATTENTION, CONVS, DENSE, MODEL, SAYS, Config, Family, Mixer, attention_dims, entries, heads
 
 __all__ = ["GDN_PROJECTIONS", "OLMO_HYBRID"]
 
@@ -47,6 +47,10 @@ def _mixer(config: Config) -> Mixer:
     )
 
 
+def _may_lack(config: Config, layer: int, linear: bool) -> frozenset[str]:
+    return frozenset(("post_norm_1", "post_norm_2") if linear else ("norm_1", "norm_2"))
+
+
 OLMO_HYBRID = Family(
     "olmo_hybrid",
     "OLMo-Hybrid",
@@ -60,4 +64,6 @@ OLMO_HYBRID = Family(
     ),
     _dims,
     _mixer,
+    may_lack=_may_lack,
+    says={**SAYS, "D": ("head_dim",)},
 )

@@ -24,22 +24,50 @@ from .family import (
     shared,
 )
 from .kimi_linear import KDA_PROJECTIONS, LOW_RANK, ROUTER
-from .qwen import CENTRED, FUSED, GDN_SHARED, MTP, ONE_BY_ONE, REST, SPLIT, VISION, qwen_dims, qwen_mixer, text_config
+from .qwen import (
+    CENTRED,
+    FUSED,
+    GDN_SHARED,
+    MTP,
+    ONE_BY_ONE,
+    QWEN_SAYS,
+    REST,
+    SPLIT,
+    VISION,
+    qwen_dims,
+    qwen_mixer,
+    text_config,
+)
 
 __all__ = ["BAILING_HYBRID", "GLM5_NEXT", "LARA_MINI", "QWEN4_EXP"]
 
 LAYER = "model.layers.{i}."
 
 
-def _kda_sizes(config: Config, heads: str, dim: str) -> dict[str, int]:
-    config = text_config(config)
-    sizes = {"Hk": config.get(heads), "Dk": config.get(dim), "Dv": config.get(dim), "R": 1}
-    return {name: n for name, n in sizes.items() if isinstance(n, int)}
+def _first(config: Config, *keys: str) -> int | None:
+    """The first of these settings that is there, of the text model or, without "linear_", of its linear attention."""
+    inner = config.get("linear_attn_config")
+    for key in keys:
+        short = key.removeprefix("linear_")
+        if short != key and isinstance(inner, dict) and isinstance(inner.get(short), int):
+            return int(inner[short])
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    return None
 
 
-def _kda(config: Config, heads: str, dim: str, eps: float, bound: float | None) -> Mixer:
+def _kda_sizes(config: Config, heads: tuple[str, ...], dim: tuple[str, ...]) -> dict[str, int]:
     config = text_config(config)
-    n, d = config[heads], config[dim]
+    n, d = _first(config, *heads), _first(config, *dim)
+    sizes = {"Hk": n, "Dk": d, "Dv": d, "R": 1}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _kda(config: Config, heads: tuple[str, ...], dim: tuple[str, ...], eps: float, bound: float | None) -> Mixer:
+    config = text_config(config)
+    n, d = _first(config, *heads), _first(config, *dim)
+    if n is None or d is None:
+        raise KeyError(heads[0] if n is None else dim[0])
     return Mixer("kda", n, n, d, d, "sigmoid", config.get("rms_norm_eps", eps), bound)
 
 
@@ -57,6 +85,9 @@ _LING_KDA = {
 }
 _LING_MLA = {**_renamed(MLA, "o_proj.weight", "dense.weight"), "g_proj.weight": "mla_gate: n, E"}
 
+# As transformers saves it, head_dim is the width of MLA's rotary part; in the release it is that of the linear layers.
+_LING_SIZES = (("linear_num_heads", "num_attention_heads"), ("linear_head_dim", "head_dim"))
+
 BAILING_HYBRID = Family(
     "bailing_hybrid",
     "Ling-3.0",
@@ -71,15 +102,28 @@ BAILING_HYBRID = Family(
         *entries(NORMS, LAYER),
         *entries(_renamed(MODEL, "model.embed_tokens.weight", "model.word_embeddings.weight")),
     ),
-    lambda config: _kda_sizes(config, "num_attention_heads", "head_dim"),
+    lambda config: _kda_sizes(config, *_LING_SIZES),
     lambda config: _kda(
         config,
-        "num_attention_heads",
-        "head_dim",
+        *_LING_SIZES,
         1e-6,
         config.get("kda_lower_bound", -5.0) if config.get("kda_safe_gate", True) else None,
     ),
 )
+
+_GLM_SIZES = (("linear_num_heads",), ("linear_head_dim",))
+
+
+def _glm_bound(config: Config) -> float | None:
+    """The decay's lower bound; the release says it, if at all, beside the other settings of linear attention."""
+    bound: float | None = config.get("linear_lower_bound", -5.0)
+    inner = config.get("linear_attn_config")
+    if isinstance(inner, dict):
+        bound = inner.get("gate_lower_bound", bound)
+        if bound is None and inner.get("safe_gate", True):
+            bound = -5.0
+    return bound
+
 
 GLM5_NEXT = Family(
     "glm5_next",
@@ -99,13 +143,11 @@ GLM5_NEXT = Family(
         *entries(NORMS, LAYER),
         *entries(MODEL),
     ),
-    lambda config: _kda_sizes(config, "linear_num_heads", "linear_head_dim"),
-    lambda config: _kda(
-        config, "linear_num_heads", "linear_head_dim", 1e-5, text_config(config).get("linear_lower_bound", -5.0)
-    ),
+    lambda config: _kda_sizes(config, *_GLM_SIZES),
+    lambda config: _kda(config, *_GLM_SIZES, 1e-5, _glm_bound(text_config(config))),
     rules=(
         VISION,
-        Rule("hyper-connections", r"model\.(layers\.\d+\.)?hc_.*", tree=True),
+        Rule("hyper-connections", r"model\.(layers\.\d+\.)?hc_.*", tree=True, every=True),
         Rule("sparse attention's indexer", r"model\.layers\.\d+\.self_attn\.indexer\..*", tree=True),
     ),
     prefixes=("model.language_model.", "model.", ""),
@@ -131,6 +173,8 @@ LARA_MINI = Family(
     ),
     qwen_dims,
     qwen_mixer,
+    says=QWEN_SAYS,
+    tied=True,
 )
 
 QWEN4_EXP = Family(
@@ -143,10 +187,17 @@ QWEN4_EXP = Family(
     rules=(
         MTP,
         VISION,
-        Rule("hyper-connections", r"model\.(layers\.\d+\.\w+_hyper_connection|hyper_connection_mixer)\..*", tree=True),
+        Rule(
+            "hyper-connections",
+            r"model\.(layers\.\d+\.\w+_hyper_connection|hyper_connection_mixer)\..*",
+            tree=True,
+            every=True,
+        ),
         Rule("sparse attention's indexer", r"model\.layers\.\d+\.self_attn\.indexer\..*", tree=True),
         Rule("n-gram embeddings", r"model\.(layers\.\d+\.)?ple\..*", tree=True),
     ),
     prefixes=("model.language_model.", "model."),
     zero_centred=CENTRED,
+    may_lack=lambda config, layer, linear: frozenset(("norm_1", "norm_2", "final_norm")),  # hyper-connections have them
+    says=QWEN_SAYS,
 )

@@ -15,6 +15,7 @@ from .family import (
     FUSED_EXPERTS,
     MODEL,
     NORMS,
+    SAYS,
     Config,
     Family,
     Mixer,
@@ -25,7 +26,7 @@ from .family import (
     shared,
 )
 
-__all__ = ["GDN_SHARED", "QWEN3_5", "QWEN3_NEXT", "SPLIT", "qwen_dims", "qwen_mixer"]
+__all__ = ["GDN_SHARED", "QWEN3_5", "QWEN3_NEXT", "QWEN_SAYS", "SPLIT", "qwen_dims", "qwen_mixer"]
 
 LAYER = "model.layers.{i}."
 
@@ -59,6 +60,8 @@ REST = (
 )
 ONE_BY_ONE = entries(EXPERTS, LAYER + "mlp.experts.{e}.")
 FUSED = entries(FUSED_EXPERTS, LAYER + "mlp.experts.")
+
+QWEN_SAYS = {**SAYS, "D": ("head_dim",), "S": ("shared_expert_intermediate_size",)}
 
 CENTRED = ("norm_1", "norm_2", "final_norm", "attn_q_norm", "attn_k_norm")
 
@@ -109,6 +112,7 @@ QWEN3_NEXT = Family(
     qwen_mixer,
     rules=(MTP,),
     zero_centred=CENTRED,
+    says=QWEN_SAYS,
 )
 
 QWEN3_5 = Family(
@@ -121,4 +125,5 @@ QWEN3_5 = Family(
     rules=(MTP, VISION),
     prefixes=("model.language_model.", "model."),
     zero_centred=CENTRED,
+    says=QWEN_SAYS,
 )

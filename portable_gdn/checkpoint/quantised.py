@@ -1,0 +1,108 @@
+"""Sources whose weights were quantised by a program that is not read here: they are refused by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..spec.errors import GdnError
+from .configuration import text_config
+from .dtypes import FLOAT8
+from .table import Spec
+
+__all__ = ["quantisation", "quantiser", "refuse_quantised"]
+
+_TITLES = {
+    "gptq": "GPTQ",
+    "gptqmodel": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "fp8": "block FP8",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "mxfp4": "MXFP4",
+    "hqq": "HQQ",
+    "aqlm": "AQLM",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+    "eetq": "EETQ",
+    "vptq": "VPTQ",
+    "spqr": "SpQR",
+    "higgs": "HIGGS",
+    "quark": "Quark",
+    "auto-round": "AutoRound",
+    "intel/auto-round": "AutoRound",
+    "bitnet": "BitNet",
+    "sinq": "SINQ",
+    "exl2": "ExLlamaV2",
+    "exl3": "ExLlamaV3",
+}
+_BY_NAME: tuple[tuple[str, str], ...] = (
+    (r".*\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|nested_absmax|nested_quant_map)", "bitsandbytes (4 bit)"),
+    (r".*\.SCB", "bitsandbytes (8 bit)"),
+    (r".*\.g_idx", "GPTQ"),
+    (r".*\.qweight", "GPTQ or AWQ"),
+    (r".*\.weight_scale_2", "ModelOpt (NVFP4)"),
+    (r".*\.weight_global_scale", "compressed-tensors (NVFP4)"),
+    (r".*\.weight_packed", "compressed-tensors"),
+    (r".*_blocks", "MXFP4"),
+    (r".*\.(codebooks|codes)", "AQLM"),
+    (r".*\.(trellis|suh|svh)", "ExLlamaV3"),
+    (r".*\.(q_weight|q_scale|q_groups)", "ExLlamaV2"),
+    (r".*\.W_q", "HQQ"),
+    (r".*\.weight_scale", "FP8 or int8 with a scale for each channel or tensor"),
+    (r".*\.biases", "MLX"),
+)
+_DEQUANTISES = re.compile(r".*(NVFP4|FP8|float-quantized|naive-quantized).*", re.IGNORECASE)
+"""What ``--dequantise`` turns into bfloat16, by the title."""
+
+
+def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of how weights were quantised."""
+    found = text_config(config).get("quantization_config") or config.get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def quantiser(config: Mapping[str, Any], unread: Collection[str]) -> str | None:
+    """Who quantised a checkpoint, by config.json, else by tensors that no table describes; None if nobody did."""
+    found = quantisation(config)
+    method = found.get("quant_method") or found.get("quant_algo")
+    named = next((title for mark, title in _BY_NAME if any(re.fullmatch(mark, name) for name in unread)), None)
+    if not isinstance(method, str):
+        return named
+    title = _TITLES.get(method.lower(), method)
+    more = found.get("format") or found.get("quant_algo") or (f"{found['bits']} bit" if "bits" in found else None)
+    more = more or ("4 bit" if found.get("load_in_4bit") else "8 bit" if found.get("load_in_8bit") else None)
+    return f"{title} ({more})" if isinstance(more, str) and more != method else title
+
+
+def refuse_quantised(
+    folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str]
+) -> None:
+    """Refuse weights that another program quantised, by its name.
+
+    Weights in float8 with block scales (``weight_scale_inv``) are read and are no concern of this.
+
+    Args:
+        folder: where they are.
+        config: of config.json.
+        inventory: what is there.
+        unread: the names that no table describes.
+
+    Raises:
+        GdnError: they were.
+    """
+    marks = {name for name in unread if any(re.fullmatch(mark, name) for mark, _ in _BY_NAME)}
+    packed = [name for name, spec in inventory.items() if spec.dtype in ("I8", "U8", "I32", "U32") or name in marks]
+    blocks = quantisation(config).get("weight_block_size") is not None
+    eight = [] if blocks else [name for name, spec in inventory.items() if spec.dtype in FLOAT8]
+    title = quantiser(config, unread)
+    if title is None or not (packed or eight):
+        return
+    how = "dequantise it first"
+    if _DEQUANTISES.fullmatch(title):
+        how += ", or with `--dequantise` on the way, which knows FP8 by channel or tensor and NVFP4"
+    raise GdnError(f"{folder} was quantised with {title} ({(packed or eight)[0]}); {how}.")
