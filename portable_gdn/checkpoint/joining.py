@@ -161,8 +161,9 @@ def _join_one(
 
     for entry, made in ((group.a, factor_a), (group.b, factor_b)):
         own = dialect.actual(entry.name.format(**group.index))
-        found.outputs.append(Output(own, Spec(spec_dtype, entry.layout.shape(whole)), computed=made))
-        if dtype is not None and spec_dtype not in {place.bound.spec.dtype for place in every}:
+        cast = dtype is not None and {place.bound.spec.dtype for place in every} != {spec_dtype}
+        found.outputs.append(Output(own, Spec(spec_dtype, entry.layout.shape(whole)), cast=cast, computed=made))
+        if cast:
             found.casts[own] = (every[0].bound.spec.dtype, spec_dtype)
     found.keys |= {k for key in group.pieces for k in (key, _other(key, "B"))}
     found.carried += [n for n in dict.fromkeys(place.bound.name for place in every) if n not in found.carried]

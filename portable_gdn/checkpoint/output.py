@@ -151,9 +151,19 @@ class Output:
         size = prod(shape) * dtype.itemsize
         room = buffer is not None and buffer.nbytes >= size
         out = buffer[:size].view(dtype).reshape(shape) if room else np.empty(shape, dtype)  # type: ignore[index]
-        for move in moves:
-            copy(lay.view(out, sizes, move.segment, move.along), move.elements)
+        with np.errstate(over="ignore", invalid="ignore"):  # ``overflowed`` counts them
+            for move in moves:
+                copy(lay.view(out, sizes, move.segment, move.along), move.elements)
         return out
+
+    def overflowed(self, filled: np.ndarray, moves: Iterable[Move]) -> int:
+        """How many elements of a slab are not finite though the source's are: the cast made them so."""
+        if not self.cast:
+            return 0
+        bad = filled.size - int(np.count_nonzero(np.isfinite(filled)))
+        if not bad:
+            return 0
+        return bad - sum(move.elements.size - int(np.count_nonzero(np.isfinite(move.elements))) for move in moves)
 
 
 @dataclass(frozen=True)

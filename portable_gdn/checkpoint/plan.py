@@ -14,6 +14,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from .adapters import Adapter
+from .beside import Beside
 from .completeness import Kinds, absent
 from .dtypes import FLOAT8, FLOATS
 from .families import family_named
@@ -54,6 +55,24 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)  # of an adapter, by the name of a projection's first factor
     scalings: dict[str, float | None] = field(default_factory=dict)  # the same; None where nothing says it
+    beside: list[Beside] = field(default_factory=list)
+    left: tuple[str, ...] = ()  # sentences on what of the source's folder is not carried
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is layers of another family, or without their model: then they have a config.json of their own."""
+        family = self.settings.get("family")
+        return family is not None and (family != self.read.family.name or self.read.bare) and not self.read.adapter
+
+    @property
+    def own_adapter_config(self) -> bool:
+        """Whether it is an adapter on another family's layers, whose configuration names other modules."""
+        return self.read.lora is not None and bool(self.read.lora.config) and "family" in self.settings
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what was done that nobody asked for."""
+        return (*self.read.notes, *(file.note for file in self.beside if file.note), *self.left)
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +86,7 @@ class Plan:
         for name, path in source.files.items():
             stat = path.stat()
             facts.append([name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(source.headers[name].raw).hexdigest()])
+        facts += [[file.name, file.size, file.path.stat().st_mtime_ns] for file in self.beside]
         facts += [[o.name, o.spec.dtype, o.spec.shape, o.sources] for o in (*self.outputs, *self.side)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -15,6 +15,7 @@ from ..spec.errors import GdnError
 from . import provenance
 from .adapters import target_settings
 from .back import plan_back
+from .beside import find_beside
 from .families import family_named
 from .lora import CONFIG, PREFIX
 from .orbax import leaf, metadata
@@ -22,10 +23,10 @@ from .output import Shard, shards
 from .plan import Plan, plan_port
 from .provenance import open_port
 from .reader import Checkpoint, read_json
-from .run import SLAB, Progress, Session, checksum, session
+from .run import SLAB, Progress, Refused, Session, checksum, session
 from .source import read
 from .stream import stream
-from .targets import ROOTS
+from .targets import FAMILY_TARGETS, ROOTS
 from .targets.family import target_config
 
 __all__ = ["Outcome", "back", "digests_back", "plan_of", "port"]
@@ -35,8 +36,12 @@ SHARD = 5 * 10**9
 
 @dataclass
 class Outcome:
-    """What was written. changed: tensors that differ from the original's bytes (by a cast, or because they were
-    trained)."""
+    """What was written.
+
+    changed: tensors that differ from the original's bytes (by a cast, or because they were trained). beside: files of
+    the source's folder that were carried as they are. edited: those of them that are not as they were. overflow: how
+    many elements of a tensor are not finite because of a cast.
+    """
 
     out: Path
     files: list[str]
@@ -45,6 +50,9 @@ class Outcome:
     resumed: int = 0
     changed: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    beside: list[str] = field(default_factory=list)
+    edited: list[str] = field(default_factory=list)
+    overflow: dict[str, int] = field(default_factory=dict)
 
 
 def _quiet(what: str, done: int, of: int) -> None:
@@ -59,14 +67,36 @@ def plan_of(
     dtype: str | None = None,
     layout: str | None = None,
     base: Path | None = None,
+    out: Path | None = None,
 ) -> Plan:
     """What a port would write, from headers alone.
 
     Raises:
         GdnError: the source cannot be read or the target cannot hold it.
     """
+    _no_port(source)
     config = None if base is None else read_json(base / "config.json" if base.is_dir() else base)
-    return plan_port(read(Checkpoint(source), family, config), to, dtype, layout)
+    plan = plan_port(read(Checkpoint(source), family, config), to, dtype, layout)
+    moved = {"config.json"} if plan.foreign else {"commit_success.txt"} if to in ROOTS else set()
+    if plan.own_adapter_config:
+        moved.add(CONFIG)
+    plan.beside, plan.left = find_beside(plan.read.checkpoint, out, moved)
+    return plan
+
+
+def _no_port(source: Path) -> None:
+    """A port in a tree of parameters is no checkpoint that could be ported again.
+
+    Raises:
+        GdnError: it is one.
+    """
+    if source.is_dir() and provenance.is_port(source):
+        facts = provenance.load(source)
+        if facts["target"] not in FAMILY_TARGETS:
+            raise GdnError(
+                f"{source} is a port to {facts['target']} of {facts['source']['path']}; port that again, or what "
+                f"`portable-gdn port {source} OUT --back` writes."
+            )
 
 
 def port(
@@ -79,49 +109,74 @@ def port(
     layout: str | None = None,
     base: Path | None = None,
     shard_size: int = SHARD,
+    allow_overflow: bool = False,
     progress: Progress = _quiet,
 ) -> Outcome:
     """Write ``source`` in another format, as the new folder ``out``; nothing is there before all of it is right.
 
     Raises:
-        GdnError: the source cannot be read, the target cannot hold it, ``out`` exists, or the disk is full.
+        GdnError: the source cannot be read, the target cannot hold it, a cast to ``dtype`` makes finite values infinite
+            (unless ``allow_overflow``), ``out`` exists, or the disk is full.
     """
-    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base)
-    return write(plan, out, shard_size, progress)
+    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, out=out)
+    return write(plan, out, shard_size, progress, allow_overflow)
 
 
-def write(plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _quiet) -> Outcome:
+def write(
+    plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _quiet, allow_overflow: bool = False
+) -> Outcome:
     """Carry out a plan; see ``port``."""
     root = ROOTS.get(plan.target)
     files = shards(plan.outputs, "model", shard_size) if root is None else [leaf(o, root) for o in plan.outputs]
     side = shards(plan.side, "side", shard_size)
-    total = sum(shard.nbytes for shard in (*files, *side))
+    total = sum(shard.nbytes for shard in (*files, *side)) + sum(file.size for file in plan.beside)
     source = plan.read.checkpoint
-    family = plan.settings.get("family")
-    foreign = family is not None and (family != plan.read.family.name or plan.read.bare)
     with session(out, f"{plan.fingerprint()} {shard_size}", total, progress) as current:
-        current.write([*files, *side], source, _dequantising(plan))
+        current.write([*files, *side], source, _dequantising(plan, current.overflow))
+        if current.overflow and not allow_overflow:
+            raise Refused(_overflow_sentence(current.overflow))
         if root is None:
             _index(current, files)
         else:
             empty = ["opt_state"] if plan.target == "maxtext" else []
             for name, content in metadata(plan.outputs, root, empty).items():
                 current.text(name, content)
+        beside = {file.name: current.copy(file.place, file.path) for file in plan.beside}
         names = [] if root is not None else [shard.name for shard in files]
-        text, kept = provenance.write(plan, current.checksums, current.hashes, names, [shard.name for shard in side])
+        text, kept = provenance.write(
+            plan, current.checksums, current.hashes, names, [shard.name for shard in side], beside
+        )
         current.text(provenance.FILE, text)
         for name, data in kept.items():
             current.text(f"{provenance.SOURCE}/{name}", data)
-        for path in provenance.small_files(source.folder):
-            own = (path.name == "config.json" and foreign) or (path.name == CONFIG and family is not None)
-            current.text(f"{provenance.SOURCE}/{path.name}" if own else path.name, path.read_bytes())
-        if foreign and plan.read.lora is None:
+        if plan.foreign:
             current.text("config.json", json.dumps(_config(plan), indent=2))
-        elif family is not None and plan.read.lora is not None and plan.read.lora.config:
+        elif plan.own_adapter_config:
             current.text(CONFIG, json.dumps(_adapter_config(plan), indent=2))
     names = [shard.name for shard in (*files, *side)]
     count = len(plan.outputs) + len(plan.side)
-    return Outcome(out, names, count, total, current.resumed, list(plan.casts), plan.read.notes)
+    carried = [file.name for file in plan.beside]
+    notes = (*plan.notes, _overflow_note(current.overflow)) if current.overflow else plan.notes
+    return Outcome(
+        out, names, count, total, current.resumed, list(plan.casts), notes, carried, overflow=dict(current.overflow)
+    )
+
+
+def _counted(overflow: dict[str, int]) -> str:
+    first = [f"{name} ({count})" for name, count in list(overflow.items())[:8]]
+    return ", ".join(first) + (f" and {len(overflow) - 8} more tensors" if len(overflow) > 8 else "")
+
+
+def _overflow_sentence(overflow: dict[str, int]) -> str:
+    return (
+        f"{sum(overflow.values())} elements would not be finite, though the source's are, in {_counted(overflow)}; "
+        f"the dtype must have a larger range (bfloat16's or float32's), scales must be finite, or --allow-overflow must "
+        f"be given. Nothing was kept."
+    )
+
+
+def _overflow_note(overflow: dict[str, int]) -> str:
+    return f"the cast made finite elements infinite or NaN: {_counted(overflow)}"
 
 
 def _config(plan: Plan) -> dict[str, Any]:
@@ -147,8 +202,12 @@ def _index(current: Session, files: list[Shard]) -> None:
     )
 
 
-def _dequantising(plan: Plan) -> Callable[[str], np.ndarray] | None:
-    """Tensors by name with their block scales applied, where the plan says so."""
+def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.ndarray] | None:
+    """Tensors by name with their block scales applied, where the plan says so; what is not finite then is counted.
+
+    Raises:
+        GdnError: a scale is zero or negative, where the weights that it belongs to are not zero.
+    """
     if not plan.dequantised:
         return None
     source, block = plan.read.checkpoint, plan.read.block
@@ -159,10 +218,26 @@ def _dequantising(plan: Plan) -> Callable[[str], np.ndarray] | None:
             return source.array(name)
         if name not in last:
             last.clear()  # one at a time: its pieces are asked for one after the other
-            last[name] = dequantise(source.array(name), source.array(plan.dequantised[name]), block or 1)
+            weight, scale = source.array(name), source.array(plan.dequantised[name])
+            last[name] = dequantise(weight, scale, block or 1)
+            count = count_unfinite(last[name], weight)
+            if count:
+                overflow[name] = count
+            wrong = np.count_nonzero(scale.astype(np.float32) <= 0)
+            if wrong and np.count_nonzero(last[name]) < np.count_nonzero(weight.astype(np.float32)):
+                raise GdnError(
+                    f"{plan.dequantised[name]} has {wrong} scales that are not positive, of weights that are not zero; "
+                    f"they must be positive."
+                )
         return last[name]
 
     return array
+
+
+def count_unfinite(made: np.ndarray, source: np.ndarray) -> int:
+    """How many elements are not finite, beyond those of the source."""
+    bad = made.size - int(np.count_nonzero(np.isfinite(made)))
+    return bad - (source.size - int(np.count_nonzero(np.isfinite(source.astype(np.float32))))) if bad else 0
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
@@ -171,17 +246,25 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
     for row in range(scale.shape[-2]):
         rows = slice(row * block, (row + 1) * block)
         factor = np.repeat(scale[..., row, :].astype(np.float32), block, axis=-1)[..., None, : out.shape[-1]]
-        out[..., rows, :] *= factor
+        with np.errstate(over="ignore", invalid="ignore"):  # who calls counts what is not finite
+            out[..., rows, :] *= factor
     return out
 
 
 def back(
-    folder: Path, out: Path, *, lossy: bool = False, progress: Progress = _quiet, dry_run: bool = False
+    folder: Path,
+    out: Path,
+    *,
+    lossy: bool = False,
+    allow_overflow: bool = False,
+    progress: Progress = _quiet,
+    dry_run: bool = False,
 ) -> Outcome:
     """Write what a port was made of, as the new folder ``out``: the very files, if nothing was changed since.
 
     Raises:
-        GdnError: ``folder`` is no port or not whole, a cast lost bytes and ``lossy`` is not given, or as in ``port``.
+        GdnError: ``folder`` is no port or not whole, a cast lost bytes and ``lossy`` is not given, a cast back makes
+            finite values infinite (unless ``allow_overflow``), or as in ``port``.
     """
     record, facts = provenance.read_record(folder)
     whole = open_port(folder, facts)
@@ -195,10 +278,12 @@ def back(
     files = [
         Shard(name, header.raw, tuple(by_name[n] for n in header.tensors)) for name, header in record.headers.items()
     ]
+    beside = provenance.files_beside(folder, facts)
     total = sum(shard.nbytes for shard in files)
+    total += sum(path.stat().st_size for path, _ in (beside or {}).values())
     names = [shard.name for shard in files]
     if dry_run:
-        return Outcome(out, names, len(outputs), total, changed=lost)
+        return Outcome(out, names, len(outputs), total, changed=lost, beside=list(beside or ()))
     before: dict[str, Any] = facts["tensors"]
     for name in record.settings.get("joined", ()):
         if checksum(whole.chunks(name)) != before.get(name):
@@ -209,6 +294,8 @@ def back(
     expected: dict[str, str] = facts["source"]["tensors"]
     with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress, exact=True) as current:
         current.write(files, whole)
+        if current.overflow and not allow_overflow:
+            raise Refused(_overflow_sentence(current.overflow))
         changed = []
         for output in outputs:
             if current.hashes[output.name] == expected.get(output.name):
@@ -222,10 +309,16 @@ def back(
         index = facts["source"]["index"]
         if index is not None:
             current.text(Path(index).name, (folder / provenance.SOURCE / Path(index).name).read_bytes())
-        for path in provenance.small_files(folder):
-            own = folder / provenance.SOURCE / path.name
-            current.text(path.name, (own if own.is_file() else path).read_bytes())
-    return Outcome(out, names, len(outputs), total, current.resumed, changed)
+        if beside is None:
+            beside = {path.name: (path, "") for path in provenance.small_files(folder)}
+            own = folder / provenance.SOURCE / "config.json"
+            if own.is_file():
+                beside["config.json"] = (own, "")
+        edited = []
+        for name, (path, was) in beside.items():
+            if current.copy(name, path) != was and was:
+                edited.append(name)
+    return Outcome(out, names, len(outputs), total, current.resumed, changed, beside=list(beside), edited=edited)
 
 
 def digests_back(

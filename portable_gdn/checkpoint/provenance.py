@@ -12,10 +12,11 @@ from typing import Any
 
 from ..spec.errors import GdnError, bad
 from .back import Record
+from .beside import FILE, SOURCE, checked_name, small
 from .header import parse_header, parse_name
 from .orbax import Leaves
 from .plan import Plan
-from .reader import INDEX_SUFFIX, Checkpoint, read_json
+from .reader import Checkpoint, read_json
 from .source import linear_layers
 from .table import Spec
 from .targets import ROOTS
@@ -24,6 +25,7 @@ __all__ = [
     "FILE",
     "FORMAT",
     "SOURCE",
+    "files_beside",
     "is_port",
     "load",
     "open_port",
@@ -33,29 +35,24 @@ __all__ = [
     "write",
 ]
 
-FILE = "portable_gdn.json"
-SOURCE = "source"
 FORMAT = "portable-gdn-port"
 VERSION = 1
-_CARRIED = (".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".yml", ".tiktoken")
-_LARGEST = 64 * 2**20
 
 
 def small_files(folder: Path) -> list[Path]:
     """Configuration, tokenizer and licence beside the weights; never programs, never weights, never an index."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        known = path.suffix in _CARRIED or path.name.upper().startswith(("LICENSE", "NOTICE"))
-        ours = path.name == FILE or path.name.endswith(INDEX_SUFFIX)
-        if known and not ours and path.is_file() and path.stat().st_size <= _LARGEST:
-            found.append(path)
-    return found
+    return [path for path in sorted(folder.iterdir()) if small(path)]
 
 
 def write(
-    plan: Plan, checksums: dict[str, str], hashes: dict[str, str], files: list[str], side: list[str]
+    plan: Plan,
+    checksums: dict[str, str],
+    hashes: dict[str, str],
+    files: list[str],
+    side: list[str],
+    beside: dict[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """The JSON, and the files under ``source/`` by name."""
+    """The JSON, and the files under ``source/`` by name; ``beside`` has the SHA-256 of files carried as they are."""
     source = plan.read
     family = source.family
     from .. import __version__
@@ -74,7 +71,7 @@ def write(
         "linear_layers": list(linear_layers(source.checkpoint.config)) if source.adapter else source.linear_layers,
         "mixer": None if mixer is None else mixer.as_dict(),
         "zero_centred_norms": list(family.zero_centred),
-        "notes": list(source.notes),
+        "notes": list(plan.notes),
         "adapter": {name: {"rank": rank, "scaling": plan.scalings.get(name)} for name, rank in plan.ranks.items()},
         "files": files,
         "leaves": {o.name: [o.spec.dtype, list(o.spec.shape)] for o in plan.outputs} if plan.target in ROOTS else {},
@@ -91,6 +88,10 @@ def write(
             "index": source.checkpoint.index,
             "files": {name: path.stat().st_size for name, path in source.checkpoint.files.items()},
             "tensors": hashes,
+            "beside": {
+                file.name: {"place": file.place, "size": file.size, "sha256": (beside or {})[file.name]}
+                for file in plan.beside
+            },
         },
     }
     kept = {name + ".header": header.raw for name, header in source.checkpoint.headers.items()}
@@ -144,6 +145,31 @@ def open_port(folder: Path, facts: dict[str, Any], side: bool = True) -> Checkpo
     for name in specs:
         parse_name(folder / FILE, name)
     return Leaves(folder, root, beside, specs)
+
+
+def files_beside(folder: Path, facts: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
+    """The files that a port carried as they are, by their names in the source: where each is, and its SHA-256.
+
+    None is a port of a version that did not write them down.
+
+    Raises:
+        GdnError: one is not there, or outside the folder.
+    """
+    listed = facts["source"].get("beside")
+    if listed is None:
+        return None
+    found = {}
+    if not isinstance(listed, dict) or not all(
+        isinstance(file, dict) and isinstance(file.get("place"), str) and isinstance(file.get("sha256"), str)
+        for file in listed.values()
+    ):
+        raise bad(str(folder / FILE), "not whole (its source.beside)", "be as it was written")
+    for name, file in listed.items():
+        path = folder / checked_name(file["place"], FILE)
+        if not path.is_file():
+            raise GdnError(f"{path} is not there, which is {name} of the source; the port must be whole.")
+        found[checked_name(name, FILE)] = (path, file["sha256"])
+    return found
 
 
 def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:

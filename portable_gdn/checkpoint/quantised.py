@@ -102,7 +102,7 @@ def refuse_quantised(
     title = quantiser(config, unread)
     if title is None or not (packed or eight):
         return
-    how = "dequantise it first"
+    how = "it must be dequantised first"
     if _DEQUANTISES.fullmatch(title):
-        how += ", or with `--dequantise` on the way, which knows FP8 by channel or tensor and NVFP4"
-    raise GdnError(f"{folder} was quantised with {title} ({(packed or eight)[0]}); {how}.")
+        how += ", or on the way with --dequantise, which knows FP8 by channel or tensor and NVFP4"
+    raise GdnError(f"{folder} is quantised with {title}, as {(packed or eight)[0]} shows; {how}.")

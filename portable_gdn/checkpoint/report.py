@@ -74,7 +74,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         "source_bytes": source.checkpoint.nbytes,
         "target_bytes": sum(output.nbytes for output in plan.outputs),
         "side_bytes": sum(output.nbytes for output in plan.side),
-        "notes": list(source.notes),
+        "beside": [{"name": file.name, "bytes": file.size} for file in plan.beside],
+        "notes": list(plan.notes),
     }
 
 

@@ -31,7 +31,7 @@ from .output import Output, Shard
 from .reader import Checkpoint
 from .stream import Slab, stream
 
-__all__ = ["SLAB", "Progress", "Session", "checksum", "digest", "session"]
+__all__ = ["SLAB", "Progress", "Refused", "Session", "checksum", "digest", "session"]
 
 SLAB = 64 * 2**20
 _PIECE = 2**20  # stays in the processor's cache between being read and being hashed
@@ -66,12 +66,17 @@ def checksum(pieces: Iterator[Any]) -> str:
     return digest(pieces, _Crc)
 
 
+class Refused(GdnError):
+    """What was written is not what should be: nothing of it is kept."""
+
+
 @dataclass
 class Session:
     """A folder being written.
 
     exact: whether what is written is hashed by SHA-256 (the way back), or what is read (a port). checksums: CRC-32 of
-    every tensor written. hashes: SHA-256 of tensors of the original, as they were written or read.
+    every tensor written. hashes: SHA-256 of tensors of the original, as they were written or read. overflow: how many
+    elements of a tensor a cast made infinite.
     """
 
     out: Path
@@ -84,6 +89,7 @@ class Session:
     done: int = 0
     finished: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
+    overflow: dict[str, int] = field(default_factory=dict)
     _hashed: set[str] = field(default_factory=set)
 
     def write(
@@ -101,7 +107,7 @@ class Session:
             else:
                 todo.append(shard)
         read = None if self.exact else self.hashes
-        slabs = stream(chain.from_iterable(shard.outputs for shard in todo), source, SLAB, read, array)
+        slabs = stream(chain.from_iterable(shard.outputs for shard in todo), source, SLAB, read, array, self.overflow)
         with ThreadPoolExecutor(1) as sink, ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as verifier:
             checks: list[Future[None]] = []
             try:
@@ -126,6 +132,7 @@ class Session:
             return False
         self.checksums.update(note["checksums"])
         self.hashes.update(note["hashes"])
+        self.overflow.update(note.get("overflow", {}))
         self.resumed += 1
         return True
 
@@ -205,9 +212,28 @@ class Session:
             "file": shard.name,
             "checksums": wanted,
             "hashes": {name: self.hashes[name] for name in chain.from_iterable(names)},
+            "overflow": {name: self.overflow[name] for name in chain(wanted, *names) if name in self.overflow},
         }
         with (self.partial / _JOURNAL).open("a") as journal:
             journal.write(json.dumps(note) + "\n")
+
+    def copy(self, name: str, path: Path) -> str:
+        """Copy a file as it is, read it back, and return its SHA-256.
+
+        Raises:
+            GdnError: what was read back is not what was written.
+        """
+        out = self.partial / name
+        out.parent.mkdir(parents=True, exist_ok=True)
+        size, found = path.stat().st_size, hashlib.sha256()
+        with out.open("wb") as file:
+            for piece in pieces(path, 0, size):
+                found.update(piece)
+                file.write(piece)
+                self._tell(name, len(piece))
+        if digest(pieces(out, 0, size)) != found.hexdigest():
+            raise GdnError(f"{out} is not what was written; the disk or its driver is at fault.")
+        return found.hexdigest()
 
     def text(self, name: str, content: str | bytes) -> None:
         """Write a small file."""
@@ -286,6 +312,9 @@ def session(out: Path, fingerprint: str, total: int, progress: Progress, exact: 
     try:
         yield current
         _settle(current)
+    except Refused:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             shutil.rmtree(partial, ignore_errors=True)

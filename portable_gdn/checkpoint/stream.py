@@ -67,6 +67,7 @@ def stream(
     size: int,
     hashes: dict[str, str] | None = None,
     array: Callable[[str], np.ndarray] | None = None,
+    overflow: dict[str, int] | None = None,
 ) -> Generator[Slab, None, None]:
     """All slabs of all outputs in order.
 
@@ -76,13 +77,14 @@ def stream(
         size: bytes of a slab.
         hashes: where to put the SHA-256 of each source tensor that is read whole, under its name; None hashes nothing.
         array: gives tensors that are computed, if not those of ``source`` are meant.
+        overflow: where to count, under an output's name, the elements that a cast made infinite.
 
     Raises:
         GdnError: a file of the source became shorter.
     """
     with ThreadPoolExecutor(_READERS) as readers:
         try:
-            yield from _Stream(source, size, hashes, array, readers).slabs(outputs)
+            yield from _Stream(source, size, hashes, array, readers, overflow).slabs(outputs)
         finally:
             readers.shutdown(wait=True, cancel_futures=True)
 
@@ -95,7 +97,9 @@ class _Stream:
         hashes: dict[str, str] | None,
         array: Callable[[str], np.ndarray] | None,
         readers: ThreadPoolExecutor,
+        overflow: dict[str, int] | None = None,
     ) -> None:
+        self._overflow = overflow
         self._source, self._size, self._hashes, self._array = source, size, hashes, array
         self._readers = readers
         self._memory = Buffers(_AHEAD * size)
@@ -115,7 +119,11 @@ class _Stream:
                 if two[0].nbytes < wanted:
                     two[0] = np.empty(wanted, np.uint8)
                 buffer = two[0]
-            filled = step.output.fill(step.slab, self._moves(step), buffer)
+            moves = list(self._moves(step))
+            filled = step.output.fill(step.slab, moves, buffer)
+            count = 0 if self._overflow is None else step.output.overflowed(filled, moves)
+            if count:
+                self._overflow[step.output.name] = self._overflow.get(step.output.name, 0) + count  # type: ignore[index,union-attr]
             yield Slab(step.output, memoryview(filled.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
             if step.moves is None or None in step.spans:
                 self._source.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,6 +73,9 @@ def port(
         Path | None, typer.Option(help="A checkpoint of MaxText whose layout to take instead of --layout.")
     ] = None,
     shard_size: Annotated[float, typer.Option(help="GB a file has at most.")] = porting.SHARD / 1e9,
+    allow_overflow: Annotated[
+        bool, typer.Option("--allow-overflow", help="With --dtype: let values that are too large become infinite.")
+    ] = False,
     lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Prove a port: its bytes, and its layers against the original code.")
@@ -106,9 +109,11 @@ def port(
         facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout, base=base))
         print_json(facts) if as_json else _print_plan(facts)
         return
-    with _resumable(), _bar("back" if back else "port") as update:
+    with nullcontext() if dry_run else _resumable(), _bar("back" if back else "port") as update:
         if back:
-            outcome = porting.back(source, target, lossy=lossy, progress=update, dry_run=dry_run)
+            outcome = porting.back(
+                source, target, lossy=lossy, allow_overflow=allow_overflow, progress=update, dry_run=dry_run
+            )
         else:
             outcome = porting.port(
                 source,
@@ -119,11 +124,13 @@ def port(
                 layout=layout,
                 base=base,
                 shard_size=int(shard_size * 1e9),
+                allow_overflow=allow_overflow,
                 progress=update,
             )
     facts = {
         "out": str(outcome.out), "files": outcome.files, "tensors": outcome.tensors, "bytes": outcome.nbytes,
-        "resumed_files": outcome.resumed, "changed": outcome.changed, "notes": list(outcome.notes),
+        "resumed_files": outcome.resumed, "changed": outcome.changed, "beside": outcome.beside,
+        "edited": outcome.edited, "overflow": outcome.overflow, "notes": list(outcome.notes),
     }  # fmt: skip
     if as_json:
         print_json(facts)
@@ -137,6 +144,10 @@ def port(
         console.print(f"{same} of {outcome.tensors} have the bytes that were ported")
     if outcome.changed:
         _names("changed" if back else "cast", outcome.changed)
+    if outcome.beside:
+        _names("files beside them, as they are", outcome.beside, _FILES)
+    if outcome.edited:
+        _names("of these, no longer as they were ported", outcome.edited, _FILES)
 
 
 def _check(port: Path, source: Path | None, backends: list[str], as_json: bool) -> None:
@@ -217,8 +228,11 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} GiB"
 
 
-def _names(title: str, names: list[str]) -> None:
-    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+_FILES = 24  # named in a line
+
+
+def _names(title: str, names: list[str], most: int = 4) -> None:
+    some = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
     console.print(f"{title}: {some}", markup=False)
 
 
@@ -249,6 +263,8 @@ def _print_plan(facts: dict[str, Any]) -> None:
     )
     for group in facts["aside"]:
         _names(f"side file, {group['rule']}", group["names"])
+    if facts["beside"]:
+        _names("files beside the tensors, carried as they are", [file["name"] for file in facts["beside"]], _FILES)
     for name, (was, becomes) in facts["casts"].items():
         console.print(f"cast: {name} from {was} to {becomes}", markup=False)
     for note in facts["notes"]:
@@ -266,6 +282,8 @@ def _print_port(facts: dict[str, Any]) -> None:
     )
     for rule, names in facts["aside"].items():
         _names(f"side file, {rule}", names)
+    if facts["source"].get("beside"):
+        _names("files beside the tensors, carried as they are", list(facts["source"]["beside"]), _FILES)
     for name, (was, becomes) in facts["casts"].items():
         console.print(f"cast: {name} from {was} to {becomes}", markup=False)
     for note in facts.get("notes", ()):
