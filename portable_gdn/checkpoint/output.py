@@ -42,7 +42,7 @@ class Move(NamedTuple):
 @dataclass(frozen=True)
 class Output:
     """A tensor to write. ``made`` None copies the source's tensor ``copied`` names; no parts at all are zeros, unless
-    ``computed`` gives the elements."""
+    ``computed`` gives the elements, from ``made_of``."""
 
     name: str
     spec: Spec
@@ -51,6 +51,7 @@ class Output:
     copied: str | None = None
     cast: bool = False
     computed: Callable[[], np.ndarray] | None = field(default=None, compare=False)
+    made_of: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +63,8 @@ class Output:
         """Names of the source's tensors that go into it."""
         if self.copied is not None:
             return (self.copied,)
+        if self.made_of:
+            return self.made_of
         return tuple(dict.fromkeys(part.place.bound.name for part in self.parts))
 
     @property

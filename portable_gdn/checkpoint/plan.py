@@ -16,6 +16,7 @@ from ..spec.errors import GdnError, bad
 from .adapters import Adapter
 from .beside import Beside
 from .completeness import Kinds, absent
+from .dequantise import Dequantising, Quantised
 from .dtypes import FLOAT8, FLOATS
 from .families import family_named
 from .families.family import KEEP_FLOAT32, MIXER_PIECES
@@ -82,7 +83,7 @@ class Plan:
     def fingerprint(self) -> str:
         """What must be unchanged for half a port to be continued."""
         source = self.read.checkpoint
-        facts: list[Any] = [self.target, self.read.family.name]
+        facts: list[Any] = [self.target, self.read.family.name, isinstance(source, Dequantising)]
         for name, path in source.files.items():
             stat = path.stat()
             facts.append([name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(source.headers[name].raw).hexdigest()])
@@ -125,8 +126,9 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
     made, homeless = lay_out(dialect, places, wanted)
     check_shared(made.values(), places, source.checkpoint)
     plan = Plan(to, source, [], [], [], dequantised=dequantised, settings=settings)
+    quantised = source.checkpoint.quantised if isinstance(source.checkpoint, Dequantising) else {}
     for tensor in made.values():
-        plan.outputs.append(_output(tensor, places, dtype, plan.casts))
+        plan.outputs.append(_output(tensor, places, dtype, plan.casts, quantised))
     plan.outputs += _zeros(dialect, made, places)
     if source.lora is not None:
         _settle_adapter(plan, source.lora, joined, made, places)
@@ -163,13 +165,12 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
     clash = {output.name for output in plan.outputs} & set(tree)
     if clash:
         raise GdnError(f"{sorted(clash)[0]} is a name of the target's own; the source must not have it.")
-    inventory = source.checkpoint.inventory
-    plan.outputs += [Output(name, inventory[name], copied=name) for name in tree]
+    plan.outputs += [_aside(name, source.checkpoint) for name in tree]
     if to == "maxtext":
         plan.outputs.append(Output(STEP, Spec("I32", ())))
     plan.skipped = aside
-    plan.side = [Output(name, inventory[name], copied=name) for group in aside for name in group.names]
-    order = {name: n for n, name in enumerate(source.checkpoint.where)}
+    plan.side = [_aside(name, source.checkpoint) for group in aside for name in group.names]
+    order = {name: n for n, name in enumerate(source.checkpoint.inventory)}
     plan.outputs.sort(key=lambda output: min((order[name] for name in output.sources), default=len(order)))
     return plan
 
@@ -232,7 +233,13 @@ def _of_mixer(key: Key) -> bool:
     return key.piece.partition("#")[0] in MIXER_PIECES
 
 
-def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts: dict[str, tuple[str, str]]) -> Output:
+def _output(
+    tensor: Made,
+    places: Mapping[Key, Place],
+    dtype: str | None,
+    casts: dict[str, tuple[str, str]],
+    quantised: Mapping[str, Quantised],
+) -> Output:
     parts = tuple(Part(places[key], segment, index) for key, (segment, index) in tensor.parts.items())
     have = {part.place.bound.spec.dtype for part in parts}
     kept = all(key.piece in KEEP_FLOAT32 for key in tensor.parts)
@@ -247,7 +254,20 @@ def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts:
         name = FLOATS[dtype]
     if name != was or have:
         casts[tensor.name] = ("/".join(sorted({was, *have})), name)
-    return Output(tensor.name, Spec(name, tensor.shape), tensor, parts, cast=name != was or bool(have))
+    few = next((q for part in parts if (q := quantised.get(part.place.bound.name))), None)
+    if few is not None:
+        casts[tensor.name] = (few.scheme, name)
+    return Output(
+        tensor.name, Spec(name, tensor.shape), tensor, parts, cast=name != was or bool(have) or few is not None
+    )
+
+
+def _aside(name: str, checkpoint: Checkpoint) -> Output:
+    """A tensor that is carried over as it is, or, where it is dequantised, in bfloat16."""
+    if isinstance(checkpoint, Dequantising) and name in checkpoint.quantised:
+        spec = Spec("F32" if checkpoint.wide else "BF16", checkpoint.inventory[name].shape)
+        return Output(name, spec, computed=lambda: checkpoint.array(name), made_of=(name,))
+    return Output(name, checkpoint.inventory[name], copied=name)
 
 
 def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoint: Checkpoint) -> None:

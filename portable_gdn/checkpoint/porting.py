@@ -16,6 +16,7 @@ from . import provenance
 from .adapters import target_settings
 from .back import plan_back
 from .beside import find_beside
+from .dequantise import Dequantising
 from .families import family_named
 from .lora import CONFIG, PREFIX
 from .orbax import leaf, metadata
@@ -67,6 +68,7 @@ def plan_of(
     dtype: str | None = None,
     layout: str | None = None,
     base: Path | None = None,
+    dequantise: bool = False,
     out: Path | None = None,
 ) -> Plan:
     """What a port would write, from headers alone.
@@ -76,7 +78,9 @@ def plan_of(
     """
     _no_port(source)
     config = None if base is None else read_json(base / "config.json" if base.is_dir() else base)
-    plan = plan_port(read(Checkpoint(source), family, config), to, dtype, layout)
+    plan = plan_port(
+        read(Checkpoint(source), family, config, (dtype or "bfloat16") if dequantise else ""), to, dtype, layout
+    )
     moved = {"config.json"} if plan.foreign else {"commit_success.txt"} if to in ROOTS else set()
     if plan.own_adapter_config:
         moved.add(CONFIG)
@@ -108,6 +112,7 @@ def port(
     dtype: str | None = None,
     layout: str | None = None,
     base: Path | None = None,
+    dequantise: bool = False,
     shard_size: int = SHARD,
     allow_overflow: bool = False,
     progress: Progress = _quiet,
@@ -118,7 +123,7 @@ def port(
         GdnError: the source cannot be read, the target cannot hold it, a cast to ``dtype`` makes finite values infinite
             (unless ``allow_overflow``), ``out`` exists, or the disk is full.
     """
-    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, out=out)
+    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, dequantise=dequantise, out=out)
     return write(plan, out, shard_size, progress, allow_overflow)
 
 
@@ -126,6 +131,9 @@ def write(
     plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _quiet, allow_overflow: bool = False
 ) -> Outcome:
     """Carry out a plan; see ``port``."""
+    if isinstance(plan.read.checkpoint, Dequantising):
+        plan.read.checkpoint.check_scales()
+        plan.read.checkpoint.scratch = out.absolute().parent
     root = ROOTS.get(plan.target)
     files = shards(plan.outputs, "model", shard_size) if root is None else [leaf(o, root) for o in plan.outputs]
     side = shards(plan.side, "side", shard_size)
@@ -208,6 +216,8 @@ def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.nd
     Raises:
         GdnError: a scale is zero or negative, where the weights that it belongs to are not zero.
     """
+    if isinstance(plan.read.checkpoint, Dequantising):
+        return plan.read.checkpoint.array
     if not plan.dequantised:
         return None
     source, block = plan.read.checkpoint, plan.read.block
@@ -267,6 +277,7 @@ def back(
             finite values infinite (unless ``allow_overflow``), or as in ``port``.
     """
     record, facts = provenance.read_record(folder)
+    _not_dequantised(folder, facts)
     whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy)
     by_name = {output.name: output for output in outputs}
@@ -321,6 +332,21 @@ def back(
     return Outcome(out, names, len(outputs), total, current.resumed, changed, beside=list(beside), edited=edited)
 
 
+def _not_dequantised(folder: Path, facts: dict[str, Any]) -> None:
+    """What was dequantised holds other numbers than its source, and no way leads back.
+
+    Raises:
+        GdnError: it was.
+    """
+    few = facts.get("quantised") or {}
+    if few:
+        name, made = next(iter(few.items()))
+        raise GdnError(
+            f"{folder} was ported with --dequantise: {name} was in {made['scheme']}, and {len(few) - 1} more in few "
+            f"bits, which cannot be had back from it; what they were is in the source, {facts['source']['path']}."
+        )
+
+
 def digests_back(
     folder: Path, progress: Progress = _quiet
 ) -> tuple[dict[str, str], dict[str, str], set[str], set[str]]:
@@ -334,6 +360,7 @@ def digests_back(
         GdnError: as ``back``.
     """
     record, facts = provenance.read_record(folder)
+    _not_dequantised(folder, facts)
     whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy=True)
     asked = facts["casts"]

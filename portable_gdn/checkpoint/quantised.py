@@ -56,8 +56,6 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     (r".*\.weight_scale", "FP8 or int8 with a scale for each channel or tensor"),
     (r".*\.biases", "MLX"),
 )
-_DEQUANTISES = re.compile(r".*(NVFP4|FP8|float-quantized|naive-quantized).*", re.IGNORECASE)
-"""What ``--dequantise`` turns into bfloat16, by the title."""
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +78,7 @@ def quantiser(config: Mapping[str, Any], unread: Collection[str]) -> str | None:
 
 
 def refuse_quantised(
-    folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str]
+    folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str], can: bool = False
 ) -> None:
     """Refuse weights that another program quantised, by its name.
 
@@ -91,6 +89,7 @@ def refuse_quantised(
         config: of config.json.
         inventory: what is there.
         unread: the names that no table describes.
+        can: whether ``--dequantise`` can turn them into bfloat16.
 
     Raises:
         GdnError: they were.
@@ -99,10 +98,10 @@ def refuse_quantised(
     packed = [name for name, spec in inventory.items() if spec.dtype in ("I8", "U8", "I32", "U32") or name in marks]
     blocks = quantisation(config).get("weight_block_size") is not None
     eight = [] if blocks else [name for name, spec in inventory.items() if spec.dtype in FLOAT8]
-    title = quantiser(config, unread)
+    title = quantiser(config, unread) or ("scales beside its weights" if can else None)
     if title is None or not (packed or eight):
         return
     how = "it must be dequantised first"
-    if _DEQUANTISES.fullmatch(title):
-        how += ", or on the way with --dequantise, which knows FP8 by channel or tensor and NVFP4"
+    if can:
+        how += ", or on the way with --dequantise"
     raise GdnError(f"{folder} is quantised with {title}, as {(packed or eight)[0]} shows; {how}.")

@@ -21,6 +21,7 @@ from .completeness import (
     without_head,
 )
 from .configuration import check_config, check_mixer, check_sizes, text_config
+from .dequantise import Dequantising, can_dequantise
 from .dtypes import FLOAT8, WIDE
 from .families import ALL, VISION, Family, Mixer, Rule, family_named
 from .identity import model_types, no_linear_layer, unknown_model
@@ -100,7 +101,7 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     Raises:
         GdnError: it is of none, or of one that is not known; the sentence says what it is, and what is known.
     """
-    names = list(checkpoint.where)
+    names = list(checkpoint.inventory)
     if named is not None:
         family = family_named(named)
         if family is None:
@@ -128,7 +129,7 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
 
 def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
     """A model without a layer of linear attention is of no family here, unless its configuration says just that."""
-    names = list(checkpoint.where)
+    names = list(checkpoint.inventory)
     if not is_adapter(names) and not _has_decay(family, names) and not told_kinds(checkpoint.config)[0]:
         raise no_linear_layer(checkpoint.folder, checkpoint.config, names)
 
@@ -141,20 +142,30 @@ def _has_decay(family: Family, names: Sequence[str]) -> bool:
     return any(decays & set(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
-def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
-    """Read a checkpoint by its family's table; ``base`` is the configuration of the model that an adapter is for.
+def read(
+    checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None, dequantise: str = ""
+) -> Read:
+    """Read a checkpoint by its family's table.
+
+    Args:
+        checkpoint: what was opened.
+        family: whose table; None is told by the checkpoint.
+        base: the configuration of the model that an adapter is for.
+        dequantise: the dtype that weights in few bits are turned into on the way; "" is not at all.
 
     Raises:
         GdnError: a tensor is unknown, contradicts the table, is there twice, or a scale is missing.
     """
-    names = list(checkpoint.where)
+    check_config(checkpoint.config if base is None else base)
+    if dequantise:
+        checkpoint = Dequantising(checkpoint, wide=dequantise != "bfloat16")
+    names = list(checkpoint.inventory)
     adapter = is_adapter(names)
     said = read_json(checkpoint.folder / CONFIG) if adapter and (checkpoint.folder / CONFIG).is_file() else {}
     if adapter:
         refuse_others(names, said, checkpoint.path)
     if adapter != (base is not None):
         raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
-    check_config(checkpoint.config if base is None else base)
     if base is not None:
         checkpoint.config = dict(base)
         family = family or str(base.get("model_type"))
@@ -168,9 +179,9 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         dialect = with_factors(dialect, slots)
     config = checkpoint.config
     carried, inventory = _carried((*found.rules, *(ADAPTER_RULES if adapter else ())), dialect, checkpoint)
-    block = _block(config)
+    block = None if dequantise else _block(config)
     unread = [name for name in inventory if not dialect.rows(name)[0]]
-    refuse_quantised(checkpoint.folder, config, inventory, unread)
+    refuse_quantised(checkpoint.folder, config, inventory, unread, not dequantise and can_dequantise(checkpoint))
     known = found.dims(config)
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
@@ -196,6 +207,8 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         for rule, group, _ in carried:
             lacking += uneven([dialect.normal(name) for name in group], parts[rule]) if rule in parts else []
         refuse_incomplete(str(checkpoint.folder), found.title, lacking, checkpoint.hint)
+    if isinstance(checkpoint, Dequantising):
+        notes += checkpoint.notes()
     return Read(checkpoint, found, dialect, places, sizes, carried, block, notes, lora)
 
 
