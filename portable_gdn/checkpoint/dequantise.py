@@ -222,12 +222,15 @@ class Dequantising(Checkpoint):
         """Look at an opened checkpoint so.
 
         Raises:
-            GdnError: as ``find``; or nothing is quantised.
+            GdnError: as ``find``; or nothing is quantised, or a weight is that has no scales.
         """
         self.__dict__.update(checkpoint.__dict__)
         self.quantised, self.left_out = find(checkpoint.inventory, checkpoint.config, checkpoint)
         if not self.quantised:
             raise bad("--dequantise", "given", f"be given for weights in few bits with scales; {self.path} has none")
+        for name, spec in self.inventory.items():
+            if spec.dtype in (*FLOAT8, "I8") and len(spec.shape) > 1:
+                raise GdnError(f"{name} is {spec.dtype} and {name}_scale is not there; it must have its scales.")
         self.wide = wide
         self.scratch: Path | None = None
         self._last: tuple[str, np.ndarray] | None = None
@@ -363,9 +366,8 @@ class Dequantising(Checkpoint):
         found = [f"{len(self.quantised)} weights are dequantised ({what}); there is no way back from them"]
         if self.left_out:
             first = {why: name for name, why in reversed(self.left_out.items())}
-            counts = [
-                f"{list(self.left_out.values()).count(why)} of {why} ({name}, ...)" for why, name in first.items()
-            ]
+            every = list(self.left_out.values())
+            counts = [f"{every.count(why)} of {why} ({name}, ...)" for why, name in first.items()]
             found.append(f"left out, since bfloat16 needs none of them: {'; '.join(counts)}")
         return tuple(found)
 
