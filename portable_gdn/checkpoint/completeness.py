@@ -16,7 +16,7 @@ from typing import Any
 
 from ..spec.errors import GdnError
 from .configuration import text_config, tied
-from .families import Family
+from .families import Family, Rule
 from .families.family import MIXER_PIECES
 from .table import Dialect, Entry, Key, Place
 
@@ -26,6 +26,7 @@ __all__ = [
     "attention_of_fla",
     "layer_kinds",
     "only_linear",
+    "parts_lacking",
     "refuse_incomplete",
     "split_off_later_layers",
     "told_kinds",
@@ -372,6 +373,16 @@ def uneven(names: Iterable[str], count: int | None = None) -> list[str]:
         whole = dict.fromkeys(rest for rests in own.values() for rest in rests)
         numbers = sorted(own) if count is None else range(count)
         lacking += [f"{start}{n}{rest}" for n in numbers for rest in whole if rest not in own.get(n, {})]
+    return lacking
+
+
+def parts_lacking(rule: Rule, dialect: Dialect, names: Iterable[str]) -> list[str]:
+    """Tensors that are not there of things that a rule carries over and that must be whole (``Rule.whole``)."""
+    have = {dialect.normal(name): name for name in names}
+    lacking = []
+    for start, rests in rule.whole:
+        stems = dict.fromkeys(found[0] for found in (re.match(start, name) for name in have) if found)
+        lacking += [dialect.actual(stem + rest) for stem in stems for rest in rests if stem + rest not in have]
     return lacking
 
 

@@ -46,7 +46,7 @@ _OTHERS = {  # parts of names that only adapters of other kinds have
     "hada_": "LoHa",
     "lora_E": "AdaLoRA",
     "lora_down": "LoRA in kohya's names",
-    "ia3_l": "(IA)3",
+    "ia3_l": "IA3",
     "oft_": "OFT",
     "boft_": "BOFT",
     "vera_lambda": "VeRA",

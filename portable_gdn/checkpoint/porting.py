@@ -178,8 +178,8 @@ def _counted(overflow: dict[str, int]) -> str:
 def _overflow_sentence(overflow: dict[str, int]) -> str:
     return (
         f"{sum(overflow.values())} elements would not be finite, though the source's are, in {_counted(overflow)}; "
-        f"the dtype must have a larger range (bfloat16's or float32's), scales must be finite, or --allow-overflow must "
-        f"be given. Nothing was kept."
+        f"the dtype must have a larger range (as bfloat16 and float32 have), scales must be finite, or "
+        f"--allow-overflow must be given. Nothing was kept."
     )
 
 

@@ -58,6 +58,10 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
 )
 
 
+_DEQUANTISES = re.compile(r"nvfp4|mxfp4-pack|float-quantized|\bfp8", re.IGNORECASE)
+"""Titles of what ``--dequantise`` reads, though this one may lack something for it."""
+
+
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What config.json says of how weights were quantised."""
     found = text_config(config).get("quantization_config") or config.get("quantization_config")
@@ -102,6 +106,6 @@ def refuse_quantised(
     if title is None or not (packed or eight):
         return
     how = "it must be dequantised first"
-    if can:
+    if can or _DEQUANTISES.search(title):
         how += ", or on the way with --dequantise"
     raise GdnError(f"{folder} is quantised with {title}, as {(packed or eight)[0]} shows; {how}.")

@@ -14,6 +14,7 @@ from .completeness import (
     attention_of_fla,
     layer_kinds,
     only_linear,
+    parts_lacking,
     refuse_incomplete,
     split_off_later_layers,
     told_kinds,
@@ -24,6 +25,7 @@ from .configuration import check_config, check_mixer, check_sizes, text_config
 from .dequantise import Dequantising, can_dequantise
 from .dtypes import FLOAT8, WIDE
 from .families import ALL, VISION, Family, Mixer, Rule, family_named
+from .families.family import MIXER_PIECES
 from .identity import model_types, no_linear_layer, unknown_model
 from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
 from .quantised import quantisation, refuse_quantised
@@ -135,11 +137,12 @@ def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
 
 
 def _has_decay(family: Family, names: Sequence[str]) -> bool:
-    """Whether a tensor is there that only layers of linear attention have, by a family's table: their decay."""
+    """Whether a tensor is there that, by a family's table, linear attention has and plain attention never: a decay, a
+    convolution, a gate of rank r."""
     spelling = spell(family, names, strict=False)
     dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
-    decays = {"A_log", "A_log_2"}
-    return any(decays & set(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
+    proof = MIXER_PIECES - {"q", "k", "v", "z", "out"}
+    return any(not proof.isdisjoint(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
 def read(
@@ -206,7 +209,9 @@ def read(
         parts[VISION] = (config.get("vision_config") or {}).get("depth")
         for rule, group, _ in carried:
             lacking += uneven([dialect.normal(name) for name in group], parts[rule]) if rule in parts else []
-        refuse_incomplete(str(checkpoint.folder), found.title, lacking, checkpoint.hint)
+            for whole in found.rules:
+                lacking += parts_lacking(whole, dialect, group) if whole.name == rule else []
+        refuse_incomplete(str(checkpoint.folder), found.title, list(dict.fromkeys(lacking)), checkpoint.hint)
     if isinstance(checkpoint, Dequantising):
         notes += checkpoint.notes()
     return Read(checkpoint, found, dialect, places, sizes, carried, block, notes, lora)

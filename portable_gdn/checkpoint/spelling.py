@@ -108,7 +108,7 @@ def spell(
     taken: dict[str, str] = {}
     for name, short in bare.items():
         options = ["model." + short[len(prefix) :]] if short.startswith(prefix) else []
-        options += [short[len(start) :] for start in starts if short.startswith(start)]
+        options += [short, *(short[len(start) :] for start in starts if short.startswith(start))]
         found = next((option for option in options if has_row(option) or by_rule(option)), options[0])
         spelled[name] = found
         if strict and taken.setdefault(found, name) != name and has_row(found):

@@ -61,13 +61,15 @@ class Rule:
     """Tensors that a port carries over unchanged.
 
     tree: into the target beside the others, else into the side file. every: every layer has them; those of other rules
-    only some layers may have, but all of these the same ones.
+    only some layers may have, but all of these the same ones. whole: beginnings of names, as regular expressions, and
+    what must follow each that is there.
     """
 
     name: str
     pattern: str
     tree: bool = False
     every: bool = False
+    whole: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def _nothing(config: Config, layer: int, linear: bool) -> frozenset[str]:

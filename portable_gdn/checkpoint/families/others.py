@@ -75,6 +75,11 @@ def _renamed(table: dict[str, str], old: str, new: str) -> dict[str, str]:
     return {new if name == old else name: text for name, text in table.items()}
 
 
+def _indexer(*names: str) -> Rule:
+    start = r"model\.layers\.\d+\.self_attn\.indexer\."
+    return Rule("sparse attention's indexer", start + ".*", tree=True, whole=((start, names),))
+
+
 _LING_KDA = {
     **KDA_PROJECTIONS,
     **CONVS,
@@ -146,9 +151,17 @@ GLM5_NEXT = Family(
     lambda config: _kda_sizes(config, *_GLM_SIZES),
     lambda config: _kda(config, *_GLM_SIZES, 1e-5, _glm_bound(text_config(config))),
     rules=(
-        VISION,
+        Rule(VISION.name, VISION.pattern),  # of other parts than Qwen's
         Rule("hyper-connections", r"model\.(layers\.\d+\.)?hc_.*", tree=True, every=True),
-        Rule("sparse attention's indexer", r"model\.layers\.\d+\.self_attn\.indexer\..*", tree=True),
+        _indexer(
+            "index_kpool_compress_ape",
+            "index_kpool_compress_gate",
+            "k_norm.weight",
+            "k_norm.bias",
+            "weights_proj.weight",
+            "wk.weight",
+            "wq_b.weight",
+        ),
     ),
     prefixes=("model.language_model.", "model.", ""),
 )
@@ -192,8 +205,14 @@ QWEN4_EXP = Family(
             r"model\.(layers\.\d+\.\w+_hyper_connection|hyper_connection_mixer)\..*",
             tree=True,
             every=True,
+            whole=(
+                (
+                    r"model\.(hyper_connection_mixer|layers\.\d+\.\w+_hyper_connection)\.",
+                    ("hc_norm.weight", "input_mix_weight_down.weight", "input_mix_weight_up.weight"),
+                ),
+            ),
         ),
-        Rule("sparse attention's indexer", r"model\.layers\.\d+\.self_attn\.indexer\..*", tree=True),
+        _indexer("index_qk_proj.weight", "k_layernorm.weight", "q_layernorm.weight"),
         Rule("n-gram embeddings", r"model\.(layers\.\d+\.)?ple\..*", tree=True),
     ),
     prefixes=("model.language_model.", "model."),

@@ -95,7 +95,32 @@ def qwen_mixer(config: Config) -> Mixer:
 
 
 MTP = Rule("multi-token prediction", r"mtp\..*")
-VISION = Rule("vision", r"model\.visual\..*|visual\..*")
+_BOTH = (".weight", ".bias")
+VISION = Rule(
+    "vision",
+    r"model\.visual\..*|visual\..*",
+    whole=(
+        (
+            r"(model\.)?visual\.",
+            (
+                "pos_embed.weight",
+                *(
+                    f"{n}{end}"
+                    for n in ("patch_embed.proj", "merger.norm", "merger.linear_fc1", "merger.linear_fc2")
+                    for end in _BOTH
+                ),
+            ),
+        ),
+        (
+            r"(model\.)?visual\.blocks\.\d+\.",
+            tuple(
+                f"{n}{end}"
+                for n in ("attn.proj", "attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2", "norm1", "norm2")
+                for end in _BOTH
+            ),
+        ),
+    ),
+)
 
 QWEN3_NEXT = Family(
     "qwen3_next",
