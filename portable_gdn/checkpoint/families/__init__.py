@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .family import Family, Mixer, Rule
 from .fla import GATED_DELTANET, GATED_DELTANET2, KDA
+from .kimi_k3 import KIMI_K3
 from .kimi_linear import KIMI_LINEAR
 from .olmo_hybrid import OLMO_HYBRID
 from .others import BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP
@@ -14,7 +15,7 @@ __all__ = ["ALL", "VISION", "Family", "Mixer", "Rule", "family_named"]
 
 ALL: tuple[Family, ...] = (
     QWEN3_NEXT, QWEN3_5, KIMI_LINEAR, OLMO_HYBRID, GATED_DELTANET, KDA, GATED_DELTANET2,
-    BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP,
+    BAILING_HYBRID, GLM5_NEXT, LARA_MINI, QWEN4_EXP, KIMI_K3,
 )  # fmt: skip
 
 

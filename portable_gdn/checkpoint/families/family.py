@@ -127,6 +127,7 @@ SAYS: Mapping[str, tuple[str, ...]] = {
 KEEP_FLOAT32 = frozenset(
     (
         "A_log",
+        "A_log_rest",
         "dt_bias",
         "dt_bias_k",
         "A_log_2",

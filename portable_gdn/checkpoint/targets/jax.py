@@ -80,11 +80,14 @@ _NORMS = {
 
 _MODEL = {"embed.embedding": "embed: V, E", "norm.scale": "final_norm: E", "lm_head.kernel": "head: E, V"}
 
+_PADDING = {"A_log_padding": "A_log_rest: pad"}  # no part of the layer: only the way back needs it
+
 TABLE: tuple[Entry, ...] = (
     *entries(_MIXER, "layers.{i}.mixer."),
     *entries(_ATTENTION, "layers.{i}.attention."),
     *entries(_MLP, "layers.{i}.mlp."),
     *entries(_NORMS, "layers.{i}."),
+    *entries(_PADDING, "layers.{i}."),
     *entries(_MODEL),
 )
 
