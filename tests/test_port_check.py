@@ -141,6 +141,13 @@ def test_another_source_is_noticed(tmp_path):
     assert report.wrong == ["model.layers.2.self_attn.A_log does not come back from the port as the source has it"]
 
 
+def test_logits_alone_prove_no_layer():
+    report = Report("port", "source", findings=[prove.Finding("xla", None, "logits", 0.0, "transformers")])
+    assert not report.ok
+    report.findings.append(prove.Finding("xla", 0, "output", 0.0, "transformers"))
+    assert report.ok
+
+
 @pytest.mark.slow
 def test_every_family_agrees_with_the_original_and_faults_do_not(tmp_path, quick_compiler):
     """Layer outputs, states, decoding and logits, at least 130 tokens; r = 1, 2, 3, K and V different."""

@@ -142,6 +142,7 @@ def test_what_may_be_absent():
     [
         ({"layer_types": ["linear_attention"] * 4}, "layer 3 has linear attention, and .*self_attn"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types says that layer 0 has full attention"),
+        ({"full_attention_interval": 7}, "full_attention_interval says that layer 3 has linear attention"),
         ({"full_attention_interval": 2}, "full_attention_interval says that layer 1 has full attention"),
         ({"hidden_size": 128}, "hidden_size is 128, and .* by which it is 64"),
         ({"vocab_size": 512}, "vocab_size is 512"),
@@ -151,6 +152,9 @@ def test_what_may_be_absent():
         ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types is a list of 3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"num_hidden_layers": 2**30}, "at most 10000"),
+        ({"num_experts": 2**30}, "at most 100000"),
         ({"output_gate_type": "tanh"}, "output gate is 'tanh'"),
         ({"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types says that the feed-forward of layer 0 is of kind dense"),
     ],
@@ -192,7 +196,8 @@ def test_ports_that_are_not_whole_are_not_loaded(tmp_path):
     """Whether a leaf was lost since, or was never there because an earlier version let it pass."""
     pytest.importorskip("flax")
     source = checkpoint(tmp_path / "src", "qwen3_next")
-    port(source, tmp_path / "out", "nnx")
+    port(str(source), str(tmp_path / "out"), "nnx")
+    assert not back(str(tmp_path / "out"), str(tmp_path / "back")).changed
     assert load_layer(str(tmp_path / "out"), 0).num_heads == 2
     assert set(load_tree(str(tmp_path / "out"), under="layers.1.mixer")) == set(
         load_tree(tmp_path / "out")["layers"]["1"]["mixer"]
@@ -451,6 +456,12 @@ def test_a_model_type_that_is_not_known_must_be_explained():
         ("quantization_config", "fp8", "be an object"),
         ("linear_attn_config", [1], "be an object"),
         ("linear_attn_config", {"kda_layers": "1,2"}, "be a list of whole numbers"),
+        ("expand_v", "1", "be a number"),
+        ("use_gate", None, "be true or false"),
+        ("kda_lower_bound", None, "be a number"),
+        ("linear_attn_config", {"num_heads": "4"}, "be a positive whole number"),
+        ("attn", {"layers": "1"}, "be a list of whole numbers"),
+        ("architectures", "Qwen3_5ForCausalLM", "be a list of strings"),
         ("attn", "none", "be an object or a list of objects"),
         ("mlp_only_layers", "0", "be a list of whole numbers"),
     ],
@@ -463,6 +474,16 @@ def test_settings_of_another_type_are_a_sentence(key, value, must):
     nested = {"model_type": "qwen3_5", "text_config": {**found["config"], key: value}}
     if key != "text_config":
         assert f"text_config.{key}" in refused(found["tensors"], nested)
+
+
+def test_settings_that_are_null_are_not_said():
+    found = facts("fla_gated_deltanet_ungated")
+    config = {**found["config"], "expand_v": None, "num_v_heads": None, "output_gate_activation": None, "attn": None}
+    assert read(Headers(found["tensors"], config)).sizes["Dv"] == 32  # as FLA's own default has it
+    found = facts("qwen3_5_conditional")
+    for depth in ("1", None, 2**40, []):
+        config = {**found["config"], "vision_config": {"depth": depth}}
+        read(Headers(found["tensors"], config))
 
 
 def test_a_byte_order_mark_is_read_and_given_back(tmp_path):
@@ -570,7 +591,7 @@ def test_casts_that_overflow_are_counted_and_refused(tmp_path, recwarn, dtype, t
     x["model.layers.3.mlp.up_proj.weight"][1, 2] = large
     x["model.layers.1.mlp.up_proj.weight"][0, 0] = np.inf  # was not finite before
     source = save_raw(tmp_path / "src", x, facts("qwen3_5_text")["config"])
-    with pytest.raises(GdnError, match="3 elements would not be finite") as error:
+    with pytest.raises(GdnError, match="3 elements of the source are finite and would not be") as error:
         port(source, tmp_path / "out", "jax", dtype=to)
     assert "layers.0.mixer.o_proj.kernel (2), layers.3.mlp.up_proj.kernel (1)" in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["src"]
@@ -596,7 +617,7 @@ def test_an_interrupted_port_does_not_forget_what_overflowed(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         port(source, tmp_path / "out", "jax", dtype="float16", shard_size=20000, progress=stop)
     assert list((tmp_path / "out.partial").glob("model-*.safetensors"))
-    with pytest.raises(GdnError, match="1 elements would not be finite"):
+    with pytest.raises(GdnError, match="1 elements of the source are finite"):
         port(source, tmp_path / "out", "jax", dtype="float16", shard_size=20000)
     assert not list(tmp_path.glob("out*"))
 

@@ -42,6 +42,7 @@ _TOGETHER = (
     frozenset(("attn_q_norm", "attn_k_norm")),
 )
 """Pieces of which a layer has all or none."""
+_FULL_KINDS = ("full_attention", "sliding_attention", "indexed_attention", "chunked_attention", "attention")
 _LOW_RANK_QUERY = frozenset(("mla_q_a", "mla_q_norm", "mla_q_b"))
 _PREDICTS = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b.*")
 """Tensors that only a layer for multi-token prediction has."""
@@ -82,7 +83,8 @@ def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
     config = text_config(config)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
-        return {n: kind == "linear_attention" for n, kind in enumerate(kinds)}, "layer_types"
+        known = {kind: kind == "linear_attention" for kind in (*_FULL_KINDS, "linear_attention")}
+        return {n: known[kind] for n, kind in enumerate(kinds) if kind in known}, "layer_types"
     inner = config.get("linear_attn_config")
     if isinstance(inner, Mapping) and isinstance(inner.get("kda_layers"), list):
         found = {n - 1: True for n in inner["kda_layers"]}  # counted from 1
@@ -97,7 +99,8 @@ def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
     for key in ("full_attention_interval", "layer_group_size"):
         step = config.get(key)
         if isinstance(step, int) and step > 0:
-            return {n: bool((n + 1) % step) for n in range(count)}, key
+            rest = count % step if key == "layer_group_size" else 0  # of such a rest programs think differently
+            return {n: bool((n + 1) % step) for n in range(count - rest)}, key
     return {}, ""
 
 

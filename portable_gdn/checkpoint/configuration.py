@@ -31,8 +31,12 @@ def _number(x: Any) -> bool:
 _Kind = tuple[Callable[[Any], bool], str]
 _COUNT: _Kind = (lambda x: x is None or (_whole(x) and 0 <= x < 2**31), "be a whole number")
 _SIZE: _Kind = (lambda x: x is None or (_whole(x) and 0 < x < 2**31), "be a positive whole number")
+_FEW: _Kind = (lambda x: x is None or (_whole(x) and 0 < x <= 10**4), "be a positive whole number, at most 10000")
+_SOME: _Kind = (lambda x: x is None or (_whole(x) and 0 <= x <= 10**5), "be a whole number, at most 100000")
 _EPS: _Kind = (lambda x: _number(x) and x > 0, "be a positive number")
 _NUMBER: _Kind = (lambda x: x is None or _number(x), "be a number")
+_REAL: _Kind = (_number, "be a number")
+_SWITCH: _Kind = (lambda x: isinstance(x, bool), "be true or false")
 _FLAG: _Kind = (lambda x: x is None or isinstance(x, bool), "be true or false")
 _TEXT: _Kind = (lambda x: x is None or isinstance(x, str), "be a string")
 _TEXTS: _Kind = (
@@ -54,7 +58,7 @@ _PARTS: _Kind = (
 _SETTINGS: dict[str, _Kind] = {
     **dict.fromkeys(
         (
-            "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
             "num_kv_heads", "num_heads", "num_v_heads", "linear_num_key_heads", "linear_num_value_heads",
             "linear_key_head_dim", "linear_value_head_dim", "linear_num_heads", "linear_head_dim",
             "linear_conv_kernel_dim", "short_conv_kernel_size", "conv_size", "full_attention_interval",
@@ -64,20 +68,23 @@ _SETTINGS: dict[str, _Kind] = {
     ),
     **dict.fromkeys(
         (
-            "head_dim", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts",
-            "n_routed_experts", "num_local_experts", "n_shared_experts", "num_shared_experts", "first_k_dense_replace",
-            "q_lora_rank",
+            "head_dim", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+            "n_shared_experts", "num_shared_experts", "first_k_dense_replace", "q_lora_rank",
         ),
         _COUNT,
     ),
+    "num_hidden_layers": _FEW,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), _SOME),
     **dict.fromkeys(("rms_norm_eps", "norm_eps"), _EPS),
     **dict.fromkeys(
-        ("expand_v", "lower_bound", "gate_lower_bound", "linear_lower_bound", "kda_lower_bound"), _NUMBER
+        ("expand_v", "lower_bound", "gate_lower_bound", "linear_lower_bound"), _NUMBER
     ),
+    "kda_lower_bound": _REAL,
+    **dict.fromkeys(("use_gate", "use_short_conv", "kda_safe_gate", "linear_allow_neg_eigval"), _SWITCH),
     **dict.fromkeys(
         (
-            "tie_word_embeddings", "use_gate", "use_short_conv", "conv_bias", "safe_gate", "kda_safe_gate",
-            "allow_neg_eigval", "linear_allow_neg_eigval", "qkv_bias", "qk_norm", "attention_bias",
+            "tie_word_embeddings", "conv_bias", "safe_gate", "allow_neg_eigval", "qkv_bias", "qk_norm",
+            "attention_bias",
         ),
         _FLAG,
     ),
@@ -90,7 +97,7 @@ _SETTINGS: dict[str, _Kind] = {
 _INSIDE = ("text_config", "linear_attn_config", "attn")
 
 
-def check_config(config: Mapping[str, Any], under: str = "config.json's ") -> None:
+def check_config(config: Mapping[str, Any], under: str = "config.json's ", depth: int = 3) -> None:
     """Check the kinds of the settings that are read, wherever they may stand; others are nobody's business here.
 
     Raises:
@@ -102,8 +109,8 @@ def check_config(config: Mapping[str, Any], under: str = "config.json's ") -> No
     for key in _INSIDE:
         inner = config.get(key)
         for part in inner if isinstance(inner, list) else [inner]:
-            if isinstance(part, Mapping):
-                check_config(part, f"{under}{key}.")
+            if isinstance(part, Mapping) and depth:
+                check_config(part, f"{under}{key}.", depth - 1)
     layers = config.get("num_hidden_layers")
     for key in ("layer_types", "mlp_layer_types"):
         kinds = config.get(key)
@@ -163,6 +170,8 @@ def check_mixer(family: Family, config: Mapping[str, Any]) -> None:
             repr(act),
             f"be 'silu': the convolution of {family.title}'s linear layers uses it, and ours have no other",
         )
+    if family.conv_activation and text_config(config).get("attention_bias"):
+        raise bad("config.json's attention_bias", "true", f"be false: of {family.title} no biases are known here")
     try:
         gate = family.mixer(config).gate
     except (KeyError, TypeError):

@@ -11,7 +11,7 @@ import numpy as np
 from ..spec.errors import GdnError, bad
 from . import provenance
 from .completeness import Kinds, absent, only_linear, refuse_incomplete, without_head
-from .configuration import text_config
+from .configuration import check_config, text_config
 from .families import family_named
 from .reader import Checkpoint
 from .table import bind
@@ -151,6 +151,7 @@ def _check_whole(folder: Path, facts: dict[str, Any], port: Checkpoint) -> None:
         dialect = jax_dialect(family)
         carried = {name for names in facts["carried"].values() for name in names}
         config = provenance.source_config(folder)
+        check_config(config)
         inventory = {name: spec for name, spec in port.inventory.items() if name not in carried}
         places, _, sizes = bind(dialect, inventory, facts["sizes"], facts["block"], facts["linear_layers"])
         said = text_config(config).get("num_hidden_layers")

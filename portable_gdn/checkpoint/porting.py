@@ -61,21 +61,23 @@ def _quiet(what: str, done: int, of: int) -> None:
 
 
 def plan_of(
-    source: Path,
+    source: str | Path,
     to: str,
     *,
     family: str | None = None,
     dtype: str | None = None,
     layout: str | None = None,
-    base: Path | None = None,
+    base: str | Path | None = None,
     dequantise: bool = False,
-    out: Path | None = None,
+    out: str | Path | None = None,
 ) -> Plan:
     """What a port would write, from headers alone.
 
     Raises:
         GdnError: the source cannot be read or the target cannot hold it.
     """
+    source = Path(source)
+    base, out = (None if path is None else Path(path) for path in (base, out))
     _no_port(source)
     config = None if base is None else read_json(base / "config.json" if base.is_dir() else base)
     plan = plan_port(
@@ -104,14 +106,14 @@ def _no_port(source: Path) -> None:
 
 
 def port(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     to: str,
     *,
     family: str | None = None,
     dtype: str | None = None,
     layout: str | None = None,
-    base: Path | None = None,
+    base: str | Path | None = None,
     dequantise: bool = False,
     shard_size: int = SHARD,
     allow_overflow: bool = False,
@@ -124,7 +126,7 @@ def port(
             (unless ``allow_overflow``), ``out`` exists, or the disk is full.
     """
     plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, dequantise=dequantise, out=out)
-    return write(plan, out, shard_size, progress, allow_overflow)
+    return write(plan, Path(out), shard_size, progress, allow_overflow)
 
 
 def write(
@@ -177,7 +179,8 @@ def _counted(overflow: dict[str, int]) -> str:
 
 def _overflow_sentence(overflow: dict[str, int]) -> str:
     return (
-        f"{sum(overflow.values())} elements would not be finite, though the source's are, in {_counted(overflow)}; "
+        f"{sum(overflow.values())} elements of the source are finite and would not be so any more, in "
+        f"{_counted(overflow)}; "
         f"the dtype must have a larger range (as bfloat16 and float32 have), scales must be finite, or "
         f"--allow-overflow must be given. Nothing was kept."
     )
@@ -262,8 +265,8 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
 
 
 def back(
-    folder: Path,
-    out: Path,
+    folder: str | Path,
+    out: str | Path,
     *,
     lossy: bool = False,
     allow_overflow: bool = False,
@@ -276,6 +279,7 @@ def back(
         GdnError: ``folder`` is no port or not whole, a cast lost bytes and ``lossy`` is not given, a cast back makes
             finite values infinite (unless ``allow_overflow``), or as in ``port``.
     """
+    folder, out = Path(folder), Path(out)
     record, facts = provenance.read_record(folder)
     _not_dequantised(folder, facts)
     whole = open_port(folder, facts)

@@ -116,6 +116,9 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     if promised is None:
         fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]
         raise unknown_model(checkpoint.folder, checkpoint.config, names, fits)
+    if not _unread(promised, names):
+        _must_be_linear(checkpoint, promised)
+        return promised, ()
     left = {family.name: _unread(family, names) for family in order}
     best = min(order, key=lambda family: left[family.name])
     if left[promised.name] > left[best.name] == 0 and _has_decay(best, names):
@@ -194,7 +197,8 @@ def read(
     places, unknown, sizes = bind(dialect, inventory, known, block, linear)
     if unknown:
         raise GdnError(
-            f"{found.title} has no tensors like {_some(unknown)}; every tensor must be known, and nothing was written."
+            f"{found.title} has no tensors like {_some(unknown)} (of {checkpoint.where[unknown[0]][0]}); every tensor "
+            f"must be known, and nothing was written."
         )
     _check_dtypes(places)
     check_mixer(found, config)
@@ -206,7 +210,8 @@ def read(
         parts: dict[str, int | None] = {
             rule.name: kinds.count if rule.every else None for rule in found.rules if rule.tree
         }
-        parts[VISION] = (config.get("vision_config") or {}).get("depth")
+        depth = (config.get("vision_config") or {}).get("depth")
+        parts[VISION] = depth if isinstance(depth, int) and 0 < depth < 10**4 else None
         for rule, group, _ in carried:
             lacking += uneven([dialect.normal(name) for name in group], parts[rule]) if rule in parts else []
             for whole in found.rules:
@@ -274,8 +279,8 @@ def _check_dtypes(places: Mapping[Key, Place]) -> None:
                 )
         elif spec.dtype not in WIDE:
             raise GdnError(
-                f"{name} is {spec.dtype}, whole numbers that were quantised and have no scales here; weights must be "
-                f"floating-point numbers ({', '.join(WIDE)}), so the checkpoint must be dequantised first."
+                f"{name} is {spec.dtype} and has no scales that are known here; weights must be floating-point numbers "
+                f"({', '.join(WIDE)}), so the checkpoint must be dequantised first."
             )
 
 

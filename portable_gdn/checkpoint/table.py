@@ -327,7 +327,9 @@ def _misfit(name: str, spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> st
             )
     text = entry.layout.text
     known = ", ".join(f"{d} = {n}" for d, n in sizes.items() if re.search(rf"\b{d}\b", text))
-    return f"{name} has shape {shape}; it must be laid out as '{text}'" + (f" with {known}." if known else ".")
+    return f"{name} has shape {shape}; it must be laid out as '{text}'" + (
+        f" with {known}, by config.json and other tensors." if known else "."
+    )
 
 
 def _scale(name: str, spec: Spec, base: Bound, block: int) -> Bound:

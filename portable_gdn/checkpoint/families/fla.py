@@ -79,7 +79,9 @@ def _dims(config: Config) -> dict[str, int]:
     if isinstance(n, int) and n > 0:
         found["Hk"], found["R"] = n, (config.get("num_v_heads") or n) // n
     if isinstance(d, int):
-        found["Dk"], found["Dv"] = d, int(d * config.get("expand_v", _EXPAND.get(config.get("model_type", ""), 1)))
+        expand = config.get("expand_v")
+        expand = _EXPAND.get(config.get("model_type", ""), 1) if expand is None else expand
+        found["Dk"], found["Dv"] = d, int(d * expand)
     attention = config.get("attn")
     first = attention[0] if isinstance(attention, list) and attention else attention
     if isinstance(first, dict):
@@ -95,7 +97,7 @@ _EXPAND = {"gated_deltanet": 2}
 def _mixer(kind: str) -> object:
     def settings(config: Config) -> Mixer:
         sizes = _dims(config)
-        gate = config.get("output_gate_activation", "swish") if kind == "gdn" else "sigmoid"
+        gate = (config.get("output_gate_activation") or "swish") if kind == "gdn" else "sigmoid"
         if kind == "gdn" and not config.get("use_gate", True):
             gate = None
         return Mixer(

@@ -68,8 +68,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees and layers were compared at all."""
-        return not self.wrong and self.unrun is None and bool(self.findings) and all(f.ok for f in self.findings)
+        """Whether everything agrees and layers of ours were compared at all."""
+        ran = any(f.layer is not None for f in self.findings)
+        return not self.wrong and self.unrun is None and ran and all(f.ok for f in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; an error that is not finite becomes null."""
@@ -97,8 +98,8 @@ def _quiet(what: str, done: int, of: int) -> None:
 
 
 def check(
-    port: Path,
-    source: Path | None = None,
+    port: str | Path,
+    source: str | Path | None = None,
     *,
     backends: Sequence[str] = ("xla",),
     progress: Callable[[str, int, int], None] = _quiet,
@@ -116,8 +117,9 @@ def check(
     Raises:
         GdnError: the port or the source cannot be read.
     """
+    port = Path(port)
     record, facts = provenance.read_record(port)
-    source = Path(facts["source"]["path"]) if source is None else source
+    source = Path(facts["source"]["path"] if source is None else source)
     report = Report(str(port), str(source))
     _check_bytes(report, port, source, progress)
     if facts["target"] not in TREES:
