@@ -24,7 +24,7 @@ from .completeness import (
 from .configuration import check_config, check_mixer, check_sizes, text_config
 from .dequantise import Dequantising, can_dequantise
 from .dtypes import FLOAT8, WIDE
-from .families import ALL, VISION, Family, Mixer, Rule, family_named
+from .families import ALL, VISION, Family, Mixer, Rule, families_of
 from .families.family import MIXER_PIECES
 from .identity import model_types, no_linear_layer, unknown_model
 from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
@@ -77,13 +77,16 @@ class Read:
     @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
-        return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
+        return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2", "g_norm")})
 
 
 def _unread(family: Family, names: Sequence[str]) -> int:
     """How many tensors a family's table and rules say nothing of, by names alone."""
-    spelling = spell(family, names, strict=False)
+    slots = slots_of(names) if is_adapter(names) else None
+    spelling = spell(family, names, slots=slots, strict=False)
     dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
+    if slots is not None:
+        dialect = with_factors(dialect, slots)
     rules = [re.compile(rule.pattern) for rule in family.rules]
     count = 0
     for name in names:
@@ -105,13 +108,14 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     """
     names = list(checkpoint.inventory)
     if named is not None:
-        family = family_named(named)
+        family = min(families_of(named), key=lambda family: _unread(family, names), default=None)
         if family is None:
             raise bad("--family", repr(named), f"be one of {', '.join(f.name for f in ALL)}")
         _must_be_linear(checkpoint, family)
         return family, ()
     said = model_types(checkpoint.config)
-    promised = next((family for family in map(family_named, said) if family is not None), None)
+    options = next((found for found in map(families_of, said) if found), ())
+    promised = min(options, key=lambda family: _unread(family, names), default=None)
     order = sorted(ALL, key=lambda family: family is not promised)
     if promised is None:
         fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]

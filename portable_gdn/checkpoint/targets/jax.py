@@ -36,6 +36,9 @@ _MIXER = {
     "g_b_proj.bias": "g_bias: Hk R Dv",
     "o_norm.scale": "o_norm: Dv",
     "o_proj.kernel": "out: Hk R Dv, E",
+    "q_norm.scale": "lin_q_norm: Dk",
+    "k_norm.scale": "lin_k_norm: Dk",
+    "g_norm.scale": "g_norm: Hk R Dv",
 }
 
 _ATTENTION = {
