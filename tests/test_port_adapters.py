@@ -13,6 +13,7 @@ from checkpoints import facts, read_file, save, tensors
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, port
+from portable_gdn.checkpoint.porting import digests_back
 from portable_gdn.cli.main import app
 from portable_gdn.spec.errors import GdnError
 
@@ -357,6 +358,8 @@ def test_joined_factors_go_back_only_as_they_were(tmp_path):
     path.write_bytes(data)
     with pytest.raises(GdnError, match="cannot be taken apart again"):
         back(tmp_path / "out", tmp_path / "never")
+    with pytest.raises(GdnError, match="cannot be taken apart again"):
+        digests_back(tmp_path / "out")
     (tmp_path / "other").mkdir()
     source, base = write(tmp_path / "other", family, x, alpha_pattern={"v_proj": 3})
     with pytest.raises(GdnError, match="one scaling"):

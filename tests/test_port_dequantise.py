@@ -242,6 +242,41 @@ def test_block_scales_that_could_be_carried_are_applied(tmp_path):
     agree(leaves(tmp_path / "out"), leaves(tmp_path / "want"))
 
 
+@pytest.mark.parametrize(
+    ("scale", "block"),
+    [((8, 64, 1), None), ((8,), None), ((8, 1, 1), None), ((8, 2, 2), [32, 32]), ((), None), ((8, 64, 4), None)],
+)
+def test_stacked_experts(tmp_path, scale, block):
+    """Experts in one tensor [X, out, in], with scales for each expert, each of its rows, or its blocks."""
+    found = facts("qwen3_5_moe_text")
+    rng = np.random.default_rng(2)
+    config = {**found["config"], "quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    experts = {"gate_up_proj": (8, 64, 64), "down_proj": (8, 64, 32)}
+    x, y = {}, {}
+    for name, a in tensors({n: s for n, s in found["tensors"].items() if ".experts." not in n}).items():
+        x[name] = y[name] = a
+    for layer in range(found["config"]["num_hidden_layers"]):
+        for part, shape in experts.items():
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            columns = shape[2] // 32 if block else scale[2] if len(scale) == 3 else 1
+            w = eight(rng, shape)
+            s = rng.uniform(0.5, 2, scale if not block else (8, 2, columns)).astype(np.float32)
+            full = s.reshape(8 if s.ndim else 1, *(s.shape[1:] or (1, 1))).astype(np.float64)
+            full = np.repeat(np.repeat(full, 64 // full.shape[1], 1), shape[2] // full.shape[2], 2)
+            x |= {name: w, name + ("_scale_inv" if block else "_scale"): s}
+            y[name] = (w.astype(np.float64) * full).astype(np.float32).astype(BF16)
+    port(save_raw(tmp_path / "plain", y, found["config"]), tmp_path / "want", "jax")
+    port(save_raw(tmp_path / "src", x, config), tmp_path / "out", "jax", dequantise=True)
+    agree(leaves(tmp_path / "out"), leaves(tmp_path / "want"))
+
+
+def test_the_option_belongs_to_a_port(tmp_path):
+    for others in (["--back"], ["--check"]):
+        result = CliRunner().invoke(app, ["port", str(tmp_path), str(tmp_path / "x"), "--dequantise", *others])
+        assert result.exit_code
+        assert "--dequantise is given together with" in str(result.exception)
+
+
 NAME = "model.layers.0.linear_attn.out_proj.weight"
 
 

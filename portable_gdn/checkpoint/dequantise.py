@@ -228,6 +228,7 @@ class Dequantising(Checkpoint):
         self.quantised, self.left_out = find(checkpoint.inventory, checkpoint.config, checkpoint)
         if not self.quantised:
             raise bad("--dequantise", "given", f"be given for weights in few bits with scales; {self.path} has none")
+        self._dense: dict[str, Spec] = {}
         for name, spec in self.inventory.items():
             if spec.dtype in (*FLOAT8, "I8") and len(spec.shape) > 1:
                 raise GdnError(f"{name} is {spec.dtype} and {name}_scale is not there; it must have its scales.")
@@ -238,9 +239,11 @@ class Dequantising(Checkpoint):
     @property
     def inventory(self) -> dict[str, Spec]:
         """What is there once it is dequantised."""
+        if self._dense:
+            return self._dense
         by_stored = {made.stored: made for made in self.quantised.values()}
         gone = {part for made in self.quantised.values() for part in made.parts[1:]} | self.left_out.keys()
-        found = {}
+        found = self._dense
         for name, spec in super().inventory.items():
             if name in by_stored:
                 found[by_stored[name].name] = Spec("BF16", by_stored[name].shape)

@@ -165,12 +165,13 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
     clash = {output.name for output in plan.outputs} & set(tree)
     if clash:
         raise GdnError(f"{sorted(clash)[0]} is a name of the target's own; the source must not have it.")
-    plan.outputs += [_aside(name, source.checkpoint) for name in tree]
+    inventory = source.checkpoint.inventory
+    plan.outputs += [_aside(name, source.checkpoint, inventory) for name in tree]
     if to == "maxtext":
         plan.outputs.append(Output(STEP, Spec("I32", ())))
     plan.skipped = aside
-    plan.side = [_aside(name, source.checkpoint) for group in aside for name in group.names]
-    order = {name: n for n, name in enumerate(source.checkpoint.inventory)}
+    plan.side = [_aside(name, source.checkpoint, inventory) for group in aside for name in group.names]
+    order = {name: n for n, name in enumerate(inventory)}
     plan.outputs.sort(key=lambda output: min((order[name] for name in output.sources), default=len(order)))
     return plan
 
@@ -262,12 +263,12 @@ def _output(
     )
 
 
-def _aside(name: str, checkpoint: Checkpoint) -> Output:
+def _aside(name: str, checkpoint: Checkpoint, inventory: Mapping[str, Spec]) -> Output:
     """A tensor that is carried over as it is, or, where it is dequantised, in bfloat16."""
     if isinstance(checkpoint, Dequantising) and name in checkpoint.quantised:
-        spec = Spec("F32" if checkpoint.wide else "BF16", checkpoint.inventory[name].shape)
+        spec = Spec("F32" if checkpoint.wide else "BF16", inventory[name].shape)
         return Output(name, spec, computed=lambda: checkpoint.array(name), made_of=(name,))
-    return Output(name, checkpoint.inventory[name], copied=name)
+    return Output(name, inventory[name], copied=name)
 
 
 def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoint: Checkpoint) -> None:

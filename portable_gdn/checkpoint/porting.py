@@ -14,7 +14,7 @@ import numpy as np
 from ..spec.errors import GdnError
 from . import provenance
 from .adapters import target_settings
-from .back import plan_back
+from .back import Record, plan_back
 from .beside import find_beside
 from .dequantise import Dequantising
 from .families import family_named
@@ -300,12 +300,7 @@ def back(
     if dry_run:
         return Outcome(out, names, len(outputs), total, changed=lost, beside=list(beside or ()))
     before: dict[str, Any] = facts["tensors"]
-    for name in record.settings.get("joined", ()):
-        if checksum(whole.chunks(name)) != before.get(name):
-            raise GdnError(
-                f"{name} joins the factors of several parts and was changed since it was written; it cannot be taken "
-                f"apart again, so only an unchanged one goes back."
-            )
+    _joined_as_written(record, whole, before)
     expected: dict[str, str] = facts["source"]["tensors"]
     with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress, exact=True) as current:
         current.write(files, whole)
@@ -334,6 +329,20 @@ def back(
             if current.copy(name, path) != was and was:
                 edited.append(name)
     return Outcome(out, names, len(outputs), total, current.resumed, changed, beside=list(beside), edited=edited)
+
+
+def _joined_as_written(record: Record, whole: Checkpoint, before: dict[str, Any]) -> None:
+    """Factors that were joined cannot be taken apart once they were trained.
+
+    Raises:
+        GdnError: they were.
+    """
+    for name in record.settings.get("joined", ()):
+        if checksum(whole.chunks(name)) != before.get(name):
+            raise GdnError(
+                f"{name} joins the factors of several parts and was changed since it was written; it cannot be taken "
+                f"apart again, so only an unchanged one goes back."
+            )
 
 
 def _not_dequantised(folder: Path, facts: dict[str, Any]) -> None:
@@ -367,6 +376,7 @@ def digests_back(
     _not_dequantised(folder, facts)
     whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy=True)
+    _joined_as_written(record, whole, facts["tensors"])
     asked = facts["casts"]
     recast = {o.name for o in outputs if o.cast and not any(name in asked for name in o.sources)}
     cast = {*lost, *(o.name for o in outputs if o.cast)} - recast

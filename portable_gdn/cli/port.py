@@ -98,6 +98,8 @@ def port(
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint in another format, with --back what a port was made of, or with --check prove a port."""
+    if dequantise and (check or back):
+        raise bad("--dequantise", "given together with --back or --check", "be given where a checkpoint is ported")
     if check:
         if back or to is not None or out is not None or dry_run:
             raise bad("--check", "given together with --to, --back, --dry-run or a folder to write", "stand alone")
