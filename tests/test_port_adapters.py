@@ -264,6 +264,35 @@ def test_embeddings_and_heads(tmp_path, slot):
     assert np.allclose(change, (x[f"{name}B{slot}"] @ x[f"{name}A{slot}"]).T, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "module", "leaf"),
+    [
+        ("qwen3_next", "model.layers.0.mlp.shared_expert_gate", "layers.0.mlp.shared_expert_gate"),
+        ("qwen3_next", "model.layers.0.mlp.gate", "layers.0.mlp.router"),
+        ("kimi_linear", "model.layers.3.self_attn.kv_b_proj", "layers.3.attention.kv_b_proj"),
+        ("qwen3_next", "model.layers.3.self_attn.q_proj", "layers.3.attention.q_proj"),
+    ],
+)
+def test_factors_outside_linear_layers(tmp_path, family, module, leaf):
+    x = pair(family, module)
+    source, base = write(tmp_path, family, x)
+    have = there_and_back(tmp_path, source, base)
+    change = have[leaf + ".lora.lora_a"].astype(np.float64) @ have[leaf + ".lora.lora_b"].astype(np.float64)
+    assert np.allclose(change.T, product(x, module), atol=1e-12)
+
+
+def test_factors_of_vision_wait_in_the_side_file(tmp_path):
+    x = {
+        n.replace("model.layers", "model.language_model.layers"): a
+        for n, a in pair("qwen3_5_text", "model.layers.0.linear_attn.in_proj_qkv").items()
+    }
+    at = "base_model.model.model.visual.blocks.0.attn.qkv.lora_"
+    x |= {at + "A.weight": np.ones((4, 8), np.float32), at + "B.weight": np.ones((8, 4), np.float32)}
+    source, base = write(tmp_path, "qwen3_5_conditional", x)
+    have = there_and_back(tmp_path, source, base)
+    assert {at + "A.weight", at + "B.weight", "layers.0.mixer.k_proj.lora.lora_b"} <= have.keys()
+
+
 def test_a_bias_of_the_second_factor(tmp_path):
     module = "model.layers.0.linear_attn.in_proj_qkvz"
     x = pair("qwen3_next", module)

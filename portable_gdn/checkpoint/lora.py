@@ -153,7 +153,7 @@ def _factors(dialect: Dialect, mark: str) -> Iterator[Entry]:
         plain = entry.layout.joined is None
         if not plain:
             axes = [part.strip() for part in entry.layout.text.split(",")]
-        if len(axes) != 2 or "1" in axes or any(axis.startswith("@") for axis in axes):
+        if len(axes) != 2 or any(axis.startswith("@") for axis in axes):
             continue
         base, _, leaf = entry.name.rpartition(".")
         embedding = entry.layout.pieces == ("embed",)
