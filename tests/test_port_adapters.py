@@ -282,10 +282,7 @@ def test_factors_outside_linear_layers(tmp_path, family, module, leaf):
 
 
 def test_factors_of_vision_wait_in_the_side_file(tmp_path):
-    x = {
-        n.replace("model.layers", "model.language_model.layers"): a
-        for n, a in pair("qwen3_5_text", "model.layers.0.linear_attn.in_proj_qkv").items()
-    }
+    x = pair("qwen3_5_conditional", "model.language_model.layers.0.linear_attn.in_proj_qkv")
     at = "base_model.model.model.visual.blocks.0.attn.qkv.lora_"
     x |= {at + "A.weight": np.ones((4, 8), np.float32), at + "B.weight": np.ones((8, 4), np.float32)}
     source, base = write(tmp_path, "qwen3_5_conditional", x)
