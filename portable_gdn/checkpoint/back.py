@@ -9,10 +9,11 @@ from typing import Any
 from ..spec.errors import GdnError, bad
 from .families import Family, family_named
 from .header import Header
-from .lora import PREFIX, with_factors
+from .lora import PREFIX, Slots, slots_of, with_factors
 from .output import Output, Part
 from .plan import check_shared
 from .reader import Checkpoint
+from .spelling import spell
 from .table import Bound, Dialect, Key, Made, Spec, bind, describe
 from .targets import FAMILY_TARGETS, STEP, TREES
 from .targets.jax import jax_dialect
@@ -59,9 +60,11 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
     }
     carried = {name for names in record.carried.values() for name in names}
     scales = set(record.dequantised.values())
-    dialect = Dialect(family.name, family.table, record.prefix)
-    if record.settings.get("lora"):
-        dialect = with_factors(dialect)
+    slots = slots_of(originals) if record.settings.get("lora") else None
+    spelling = spell(family, originals, record.prefix, slots)
+    dialect = Dialect(family.name, family.table, record.prefix, spelling.names)
+    if slots is not None:
+        dialect = with_factors(dialect, slots)
     layers = record.linear_layers
     wanted, unknown, _ = bind(
         dialect, {n: s for n, s in originals.items() if n not in carried}, record.sizes, record.block, layers
@@ -70,11 +73,14 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
         raise GdnError(
             f"{unknown[0]} was in the port's source and is not known to this version; it cannot be written back."
         )
+    joined = set(record.settings.get("joined", ()))  # the factors that they were made of are carried
     inventory = {
-        n: s for n, s in port.inventory.items() if n not in carried and (n, record.target) != (STEP, "maxtext")
+        n: s
+        for n, s in port.inventory.items()
+        if n not in carried and n not in joined and (n, record.target) != (STEP, "maxtext")
     }
     have, extra, _ = bind(
-        port_dialect(record.target, family, record.settings), inventory, record.sizes, record.block, layers
+        port_dialect(record.target, family, record.settings, slots), inventory, record.sizes, record.block, layers
     )
     if extra:
         raise GdnError(f"{extra[0]} is in the port and was not in its source; the way back has no place for it.")
@@ -128,12 +134,12 @@ def widens(small: str, large: str) -> bool:
     return (small, large) in {("BF16", "F32"), ("F16", "F32"), ("F32", "F64"), ("BF16", "F64"), ("F16", "F64")}
 
 
-def port_dialect(target: str, family: Family, settings: Mapping[str, Any]) -> Dialect:
+def port_dialect(target: str, family: Family, settings: Mapping[str, Any], slots: Slots | None = None) -> Dialect:
     """The dialect that a target is written in."""
-    if settings.get("lora"):
+    if slots is not None:
         other = family_named(str(settings.get("family")))
         own = jax_dialect(family) if other is None else Dialect(other.name, other.table, PREFIX + "model.")
-        return with_factors(own)
+        return with_factors(own, slots)
     if target in TREES:
         return jax_dialect(family)
     if target == "maxtext":

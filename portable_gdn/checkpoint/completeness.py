@@ -270,7 +270,7 @@ def absent(
     if bare or alone is not None:
         found = []
         for layer in [0] if bare else alone or []:
-            needed = rows.of(_LINEAR, True) - set(out)
+            needed = _gate(rows.of(_LINEAR, True), have.get(layer, set())) - set(out)
             lacking = needed - _may_lack(family, config, layer, True, have.get(layer, set())) - have.get(layer, set())
             found += [rows.name(Key(piece, layer), True) for piece in sorted(lacking)]
         return list(dict.fromkeys(found))
@@ -305,7 +305,7 @@ def _layer(
 ) -> list[str]:
     if not have:
         return [f"layer {layer} (all of it)"]
-    needed = rows.of(_LINEAR, True) if linear else _query(config, rows.of(_FULL, False), have)
+    needed = _gate(rows.of(_LINEAR, True), have) if linear else _query(config, rows.of(_FULL, False), have)
     needed |= rows.of(_EVERY)
     dense, sparse = rows.of(_DENSE), rows.of(_EXPERTS)
     kind, setting = _feed_forward(family, config, layer)
@@ -350,6 +350,14 @@ def _query(config: Mapping[str, Any], pieces: set[str], have: Collection[str]) -
     text = text_config(config)
     low = text["q_lora_rank"] is not None if "q_lora_rank" in text else not _LOW_RANK_QUERY.isdisjoint(have)
     return pieces - ({"mla_q"} if low else _LOW_RANK_QUERY)
+
+
+def _gate(pieces: set[str], have: Collection[str]) -> set[str]:
+    """The pieces of linear attention, with the output gate's one projection or its two of low rank."""
+    low = {"g_a", "g_b"}
+    if "z" not in pieces or not low & pieces:
+        return pieces
+    return pieces - ({"z"} if not low.isdisjoint(have) else low)
 
 
 def without_head(prefix: str, config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from ..spec.errors import GdnError
 from .families import ALL, Family, family_named
 
-__all__ = ["model_types", "no_linear_layer", "refuse_other_adapters", "unknown_model"]
+__all__ = ["model_types", "no_linear_layer", "unknown_model"]
 
 _KINDS: tuple[tuple[str, str], ...] = (
     (r"granitemoehybrid|granite_?4.*", "Mamba-2 and attention (Granite 4)"),
@@ -51,18 +51,6 @@ _NAMES: tuple[tuple[str, str], ...] = (
     (r".*\.(q_proj|k_proj|qkv_proj|query_key_value|c_attn|Wqkv)\..*", "plain attention"),
 )
 """Tensors by their names, and what has them, for model types that are not listed."""
-
-
-_ADAPTERS = (
-    (r"\.lokr_(w|t)\d", "LoKr"),
-    (r"\.hada_(w|t)\d", "LoHa"),
-    (r"\.(oft_r|oft_s|oft_R)\b", "OFT"),
-    (r"\.boft_(R|s)\b", "BOFT"),
-    (r"\.ia3_l\b", "IA3"),
-    (r"\.vera_lambda_", "VeRA"),
-    (r"\.(ptuning_\w+|prompt_embeddings)\b|^prompt_embeddings$", "prompt tuning"),
-)
-"""Tensors that adapters have which are no LoRA."""
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
@@ -110,15 +98,3 @@ def no_linear_layer(folder: Path, config: Mapping[str, Any], names: Sequence[str
     return GdnError(
         f"{folder} has no layer of linear attention{about}. It must be of a model with layers of {_known()}."
     )
-
-
-def refuse_other_adapters(folder: Path, names: Sequence[str]) -> None:
-    """Refuse adapters that are no LoRA.
-
-    Raises:
-        GdnError: these are the tensors of one.
-    """
-    for mark, title in _ADAPTERS:
-        found = next((name for name in names if re.search(mark, name)), None)
-        if found is not None:
-            raise GdnError(f"{folder} is an adapter of kind {title} ({found}); only LoRA's factors can be ported.")

@@ -95,6 +95,8 @@ def load_layer(folder: str | Path, layer: int, *, sharding: Any = None, **option
     if facts["mixer"] is None:
         raise GdnError(f"{folder} does not know what its layers compute; the source's config.json must say it.")
     tree = load_tree(folder, under=f"layers.{layer}.mixer", sharding=sharding)
+    if facts["mixer"]["kind"] == "gla":
+        return lightning_of(tree, facts["mixer"], facts["sizes"]["E"], layer, **options)
     return layer_of(tree, facts["mixer"], facts["sizes"]["E"], **options)
 
 
@@ -118,7 +120,41 @@ def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, *
         settings["gate_bias"] = "bias" in tree.get("g_b_proj", tree.get("g_proj", {}))
     if mixer["kind"] == "kda":
         settings["lower_bound"] = mixer["lower_bound"]
-    layer = nnx.eval_shape(lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options))
+    return _filled(lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options), tree)
+
+
+def lightning_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, number: int, **options: Any) -> Any:
+    """The layer of lightning attention of these weights; its decay follows from its number in the model."""
+    from flax import nnx
+
+    from ..layers import LightningAttention
+
+    if mixer["rope_scaling"] is not None:
+        raise GdnError(
+            f"the layers' positions are scaled ({mixer['rope_scaling']}, by config.json's rope_scaling), which is not "
+            f"computed here; load_tree gives the weights."
+        )
+    names = ("rotary_dim", "rope_theta", "norm_groups", "norm_eps", "gate", "layers", "num_heads")
+    settings = {name: mixer[name] for name in names}
+    return _filled(
+        lambda: LightningAttention(
+            hidden_size,
+            head_dim=mixer["key_dim"],
+            layer=number,
+            qk_norm="q_norm" in tree,
+            rngs=nnx.Rngs(0),
+            **settings,
+            **options,
+        ),
+        tree,
+    )
+
+
+def _filled(make: Callable[[], Any], tree: dict[str, Any]) -> Any:
+    """The layer that ``make`` makes, with these weights."""
+    from flax import nnx
+
+    layer = nnx.eval_shape(make)
     graph, state = nnx.split(layer)
     want, have = dict(nnx.to_flat_state(state)), dict(_flat(tree))
     if want.keys() != have.keys():

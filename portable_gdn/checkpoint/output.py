@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write. ``made`` None copies the source's tensor ``parts`` names; no parts at all are zeros."""
+    """A tensor to write. ``made`` None copies the source's tensor ``copied`` names; no parts at all are zeros, unless
+    ``computed`` gives the elements, from ``made_of``."""
 
     name: str
     spec: Spec
@@ -49,6 +50,8 @@ class Output:
     parts: tuple[Part, ...] = ()
     copied: str | None = None
     cast: bool = False
+    computed: Callable[[], np.ndarray] | None = field(default=None, compare=False)
+    made_of: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +63,8 @@ class Output:
         """Names of the source's tensors that go into it."""
         if self.copied is not None:
             return (self.copied,)
+        if self.made_of:
+            return self.made_of
         return tuple(dict.fromkeys(part.place.bound.name for part in self.parts))
 
     @property
@@ -136,6 +141,8 @@ class Output:
         if self.verbatim is not None:
             (move,) = moves
             return move.elements
+        if self.computed is not None:
+            return np.ascontiguousarray(self.computed())
         if not self.parts:
             return np.zeros(self.spec.shape, dtype)
         assert self.made is not None

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import GdnError, bad
+from .adapters import Adapter
 from .beside import Beside
 from .completeness import Kinds, absent
+from .dequantise import Dequantising, Quantised
 from .dtypes import FLOAT8, FLOATS
 from .families import family_named
 from .families.family import KEEP_FLOAT32, MIXER_PIECES
-from .lora import PREFIX, with_factors
+from .joining import Joined, join
+from .lora import PREFIX, RANK, Slots, is_factor, with_factors
 from .output import Output, Part
 from .reader import Checkpoint
 from .source import Read
@@ -51,6 +54,8 @@ class Plan:
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
     dequantised: dict[str, str] = field(default_factory=dict)  # weight: its scales
     settings: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)  # of an adapter, by the name of a projection's first factor
+    scalings: dict[str, float | None] = field(default_factory=dict)  # the same; None where nothing says it
     beside: list[Beside] = field(default_factory=list)
     left: tuple[str, ...] = ()  # sentences on what of the source's folder is not carried
 
@@ -59,6 +64,11 @@ class Plan:
         """Whether it is layers of another family, or without their model: then they have a config.json of their own."""
         family = self.settings.get("family")
         return family is not None and (family != self.read.family.name or self.read.bare) and not self.read.adapter
+
+    @property
+    def own_adapter_config(self) -> bool:
+        """Whether it is an adapter on another family's layers, whose configuration names other modules."""
+        return self.read.lora is not None and bool(self.read.lora.config) and "family" in self.settings
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,7 +83,7 @@ class Plan:
     def fingerprint(self) -> str:
         """What must be unchanged for half a port to be continued."""
         source = self.read.checkpoint
-        facts: list[Any] = [self.target, self.read.family.name]
+        facts: list[Any] = [self.target, self.read.family.name, isinstance(source, Dequantising)]
         for name, path in source.files.items():
             stat = path.stat()
             facts.append([name, stat.st_size, stat.st_mtime_ns, hashlib.sha256(source.headers[name].raw).hexdigest()])
@@ -106,16 +116,23 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
             if place.bound.spec.dtype in FLOAT8
         }
         places = {key: place for key, place in places.items() if not key.piece.endswith(SCALE)}
+    joined = Joined()
+    if source.lora is not None:
+        joined = join(dialect, places, wanted, source.checkpoint, source.lora, source.sizes, dtype)
+        places = {key: place for key, place in places.items() if key not in joined.keys}
     for place in places.values():
         if place.bound.fault:
             raise GdnError(place.bound.fault)
     made, homeless = lay_out(dialect, places, wanted)
     check_shared(made.values(), places, source.checkpoint)
     plan = Plan(to, source, [], [], [], dequantised=dequantised, settings=settings)
+    quantised = source.checkpoint.quantised if isinstance(source.checkpoint, Dequantising) else {}
     for tensor in made.values():
-        plan.outputs.append(_output(tensor, places, dtype, plan.casts))
+        plan.outputs.append(_output(tensor, places, dtype, plan.casts, quantised))
     plan.outputs += _zeros(dialect, made, places)
-    if wanted is not None and not source.adapter:
+    if source.lora is not None:
+        _settle_adapter(plan, source.lora, joined, made, places)
+    elif wanted is not None:
         _check_target(plan)
     left: dict[str, list[str]] = {}
     for key in homeless:
@@ -143,16 +160,18 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
             aside.append(Skipped(rule, names))
     if left:
         aside.append(Skipped(f"no place in {to}", tuple(left)))
+    if joined.carried:
+        aside.append(Skipped(f"factors of parts, which are joined in {to}", tuple(joined.carried)))
     clash = {output.name for output in plan.outputs} & set(tree)
     if clash:
         raise GdnError(f"{sorted(clash)[0]} is a name of the target's own; the source must not have it.")
     inventory = source.checkpoint.inventory
-    plan.outputs += [Output(name, inventory[name], copied=name) for name in tree]
+    plan.outputs += [_aside(name, source.checkpoint, inventory) for name in tree]
     if to == "maxtext":
         plan.outputs.append(Output(STEP, Spec("I32", ())))
     plan.skipped = aside
-    plan.side = [Output(name, inventory[name], copied=name) for group in aside for name in group.names]
-    order = {name: n for n, name in enumerate(source.checkpoint.where)}
+    plan.side = [_aside(name, source.checkpoint, inventory) for group in aside for name in group.names]
+    order = {name: n for n, name in enumerate(inventory)}
     plan.outputs.sort(key=lambda output: min((order[name] for name in output.sources), default=len(order)))
     return plan
 
@@ -182,20 +201,46 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
 
 def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
     """As ``_target``, for adapters: in our tree, or on another family's layers."""
+    slots = source.lora.slots if source.lora is not None else Slots()
     if to in TREES:
-        return with_factors(jax_dialect(source.family)), None, {"lora": True}
+        return with_factors(jax_dialect(source.family), slots), None, {"lora": True}
     if to not in FAMILY_TARGETS:
         raise bad("--to", repr(to), f"be one of {', '.join((*TREES, *FAMILY_TARGETS))} for an adapter")
     family = family_target(to, source.family, source.mixer)
-    dialect = with_factors(Dialect(family.name, family.table, PREFIX + "model."))
+    dialect = with_factors(Dialect(family.name, family.table, PREFIX + "model."), slots)
     return dialect, _of_mixer, {"lora": True, "family": family.name}
+
+
+def _settle_adapter(
+    plan: Plan, adapter: Adapter, joined: Joined, made: Mapping[str, Made], places: Mapping[Key, Place]
+) -> None:
+    """What is known of an adapter's projections in the target: their ranks and scalings, by the names of their A."""
+    plan.outputs += joined.outputs
+    plan.casts.update(joined.casts)
+    ranks, scalings = dict(joined.ranks), dict(joined.scalings)
+    for name, tensor in made.items():
+        key = next(iter(tensor.parts))
+        if is_factor(key.piece) and key.piece.partition("#")[2][0] == "A":
+            place = places[key]
+            ranks[name] = place.bound.sizes[RANK]
+            module = adapter.modules[place.bound.name]
+            scalings[name] = None if len(adapter.slots.names) > 1 else adapter.scaling(module, ranks[name])
+    plan.ranks, plan.scalings = ranks, scalings
+    if joined.outputs:
+        plan.settings["joined"] = [output.name for output in joined.outputs]
 
 
 def _of_mixer(key: Key) -> bool:
     return key.piece.partition("#")[0] in MIXER_PIECES
 
 
-def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts: dict[str, tuple[str, str]]) -> Output:
+def _output(
+    tensor: Made,
+    places: Mapping[Key, Place],
+    dtype: str | None,
+    casts: dict[str, tuple[str, str]],
+    quantised: Mapping[str, Quantised],
+) -> Output:
     parts = tuple(Part(places[key], segment, index) for key, (segment, index) in tensor.parts.items())
     have = {part.place.bound.spec.dtype for part in parts}
     kept = all(key.piece in KEEP_FLOAT32 for key in tensor.parts)
@@ -210,7 +255,20 @@ def _output(tensor: Made, places: Mapping[Key, Place], dtype: str | None, casts:
         name = FLOATS[dtype]
     if name != was or have:
         casts[tensor.name] = ("/".join(sorted({was, *have})), name)
-    return Output(tensor.name, Spec(name, tensor.shape), tensor, parts, cast=name != was or bool(have))
+    few = next((q for part in parts if (q := quantised.get(part.place.bound.name))), None)
+    if few is not None:
+        casts[tensor.name] = (few.scheme, name)
+    return Output(
+        tensor.name, Spec(name, tensor.shape), tensor, parts, cast=name != was or bool(have) or few is not None
+    )
+
+
+def _aside(name: str, checkpoint: Checkpoint, inventory: Mapping[str, Spec]) -> Output:
+    """A tensor that is carried over as it is, or, where it is dequantised, in bfloat16."""
+    if isinstance(checkpoint, Dequantising) and name in checkpoint.quantised:
+        spec = Spec("F32" if checkpoint.wide else "BF16", inventory[name].shape)
+        return Output(name, spec, computed=lambda: checkpoint.array(name), made_of=(name,))
+    return Output(name, inventory[name], copied=name)
 
 
 def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoint: Checkpoint) -> None:

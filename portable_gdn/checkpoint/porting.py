@@ -13,9 +13,12 @@ import numpy as np
 
 from ..spec.errors import GdnError
 from . import provenance
-from .back import plan_back
+from .adapters import target_settings
+from .back import Record, plan_back
 from .beside import find_beside
+from .dequantise import Dequantising
 from .families import family_named
+from .lora import CONFIG, PREFIX
 from .orbax import leaf, metadata
 from .output import Shard, shards
 from .plan import Plan, plan_port
@@ -65,6 +68,7 @@ def plan_of(
     dtype: str | None = None,
     layout: str | None = None,
     base: str | Path | None = None,
+    dequantise: bool = False,
     out: str | Path | None = None,
 ) -> Plan:
     """What a port would write, from headers alone.
@@ -76,8 +80,12 @@ def plan_of(
     base, out = (None if path is None else Path(path) for path in (base, out))
     _no_port(source)
     config = None if base is None else read_json(base / "config.json" if base.is_dir() else base)
-    plan = plan_port(read(Checkpoint(source), family, config), to, dtype, layout)
+    plan = plan_port(
+        read(Checkpoint(source), family, config, (dtype or "bfloat16") if dequantise else ""), to, dtype, layout
+    )
     moved = {"config.json"} if plan.foreign else {"commit_success.txt"} if to in ROOTS else set()
+    if plan.own_adapter_config:
+        moved.add(CONFIG)
     plan.beside, plan.left = find_beside(plan.read.checkpoint, out, moved)
     return plan
 
@@ -106,6 +114,7 @@ def port(
     dtype: str | None = None,
     layout: str | None = None,
     base: str | Path | None = None,
+    dequantise: bool = False,
     shard_size: int = SHARD,
     allow_overflow: bool = False,
     progress: Progress = _quiet,
@@ -116,7 +125,7 @@ def port(
         GdnError: the source cannot be read, the target cannot hold it, a cast to ``dtype`` makes finite values infinite
             (unless ``allow_overflow``), ``out`` exists, or the disk is full.
     """
-    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, out=out)
+    plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, dequantise=dequantise, out=out)
     return write(plan, Path(out), shard_size, progress, allow_overflow)
 
 
@@ -124,6 +133,9 @@ def write(
     plan: Plan, out: Path, shard_size: int = SHARD, progress: Progress = _quiet, allow_overflow: bool = False
 ) -> Outcome:
     """Carry out a plan; see ``port``."""
+    if isinstance(plan.read.checkpoint, Dequantising):
+        plan.read.checkpoint.check_scales()
+        plan.read.checkpoint.scratch = out.absolute().parent
     root = ROOTS.get(plan.target)
     files = shards(plan.outputs, "model", shard_size) if root is None else [leaf(o, root) for o in plan.outputs]
     side = shards(plan.side, "side", shard_size)
@@ -149,6 +161,8 @@ def write(
             current.text(f"{provenance.SOURCE}/{name}", data)
         if plan.foreign:
             current.text("config.json", json.dumps(_config(plan), indent=2))
+        elif plan.own_adapter_config:
+            current.text(CONFIG, json.dumps(_adapter_config(plan), indent=2))
     names = [shard.name for shard in (*files, *side)]
     count = len(plan.outputs) + len(plan.side)
     carried = [file.name for file in plan.beside]
@@ -183,6 +197,14 @@ def _config(plan: Plan) -> dict[str, Any]:
     return target_config(family, mixer, plan.read.sizes, plan.read.linear_layers)
 
 
+def _adapter_config(plan: Plan) -> dict[str, Any]:
+    """The adapter's configuration for the target's modules."""
+    assert plan.read.lora is not None
+    own = {name: name.removeprefix(PREFIX).partition(".lora_A")[0] for name in plan.ranks}
+    ranks = {own[name]: rank for name, rank in plan.ranks.items()}
+    return target_settings(plan.read.lora.config, ranks, {own[name]: s for name, s in plan.scalings.items()})
+
+
 def _index(current: Session, files: list[Shard]) -> None:
     where = {output.name: shard.name for shard in files for output in shard.outputs}
     size = sum(output.nbytes for shard in files for output in shard.outputs)
@@ -197,6 +219,8 @@ def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.nd
     Raises:
         GdnError: a scale is zero or negative, where the weights that it belongs to are not zero.
     """
+    if isinstance(plan.read.checkpoint, Dequantising):
+        return plan.read.checkpoint.array
     if not plan.dequantised:
         return None
     source, block = plan.read.checkpoint, plan.read.block
@@ -257,6 +281,7 @@ def back(
     """
     folder, out = Path(folder), Path(out)
     record, facts = provenance.read_record(folder)
+    _not_dequantised(folder, facts)
     whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy)
     by_name = {output.name: output for output in outputs}
@@ -275,6 +300,7 @@ def back(
     if dry_run:
         return Outcome(out, names, len(outputs), total, changed=lost, beside=list(beside or ()))
     before: dict[str, Any] = facts["tensors"]
+    _joined_as_written(record, whole, before)
     expected: dict[str, str] = facts["source"]["tensors"]
     with session(out, f"back {folder.absolute()} {_stamp(whole)}", total, progress, exact=True) as current:
         current.write(files, whole)
@@ -305,6 +331,35 @@ def back(
     return Outcome(out, names, len(outputs), total, current.resumed, changed, beside=list(beside), edited=edited)
 
 
+def _joined_as_written(record: Record, whole: Checkpoint, before: dict[str, Any]) -> None:
+    """Factors that were joined cannot be taken apart once they were trained.
+
+    Raises:
+        GdnError: they were.
+    """
+    for name in record.settings.get("joined", ()):
+        if checksum(whole.chunks(name)) != before.get(name):
+            raise GdnError(
+                f"{name} joins the factors of several parts and was changed since it was written; it cannot be taken "
+                f"apart again, so only an unchanged one goes back."
+            )
+
+
+def _not_dequantised(folder: Path, facts: dict[str, Any]) -> None:
+    """What was dequantised holds other numbers than its source, and no way leads back.
+
+    Raises:
+        GdnError: it was.
+    """
+    few = facts.get("quantised") or {}
+    if few:
+        name, made = next(iter(few.items()))
+        raise GdnError(
+            f"{folder} was ported with --dequantise: {name} was in {made['scheme']}, and {len(few) - 1} more in few "
+            f"bits, which cannot be had back from it; what they were is in the source, {facts['source']['path']}."
+        )
+
+
 def digests_back(
     folder: Path, progress: Progress = _quiet
 ) -> tuple[dict[str, str], dict[str, str], set[str], set[str]]:
@@ -318,8 +373,10 @@ def digests_back(
         GdnError: as ``back``.
     """
     record, facts = provenance.read_record(folder)
+    _not_dequantised(folder, facts)
     whole = open_port(folder, facts)
     outputs, lost = plan_back(record, whole, lossy=True)
+    _joined_as_written(record, whole, facts["tensors"])
     asked = facts["casts"]
     recast = {o.name for o in outputs if o.cast and not any(name in asked for name in o.sources)}
     cast = {*lost, *(o.name for o in outputs if o.cast)} - recast

@@ -13,6 +13,7 @@ from typing import Any
 from ..spec.errors import GdnError, bad
 from .back import Record
 from .beside import FILE, SOURCE, checked_name, small
+from .dequantise import Dequantising
 from .header import parse_header, parse_name
 from .orbax import Leaves
 from .plan import Plan
@@ -58,6 +59,8 @@ def write(
     from .. import __version__
 
     mixer = source.mixer
+    few = source.checkpoint if isinstance(source.checkpoint, Dequantising) else None
+    quantised, left_out = (few.quantised, few.left_out) if few is not None else ({}, {})
     facts: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -72,6 +75,7 @@ def write(
         "mixer": None if mixer is None else mixer.as_dict(),
         "zero_centred_norms": list(family.zero_centred),
         "notes": list(plan.notes),
+        "adapter": {name: {"rank": rank, "scaling": plan.scalings.get(name)} for name, rank in plan.ranks.items()},
         "files": files,
         "leaves": {o.name: [o.spec.dtype, list(o.spec.shape)] for o in plan.outputs} if plan.target in ROOTS else {},
         "side_files": side,
@@ -79,6 +83,8 @@ def write(
         "aside": {group.rule: list(group.names) for group in plan.skipped},
         "casts": {name: list(pair) for name, pair in plan.casts.items()},
         "dequantised": plan.dequantised,
+        "quantised": {name: made.as_dict() for name, made in quantised.items()},
+        "left_out": left_out,
         "tensors": {
             output.name: checksums[output.name] for output in (*plan.outputs, *plan.side) if output.name in checksums
         },

@@ -56,8 +56,10 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     (r".*\.weight_scale", "FP8 or int8 with a scale for each channel or tensor"),
     (r".*\.biases", "MLX"),
 )
-_DEQUANTISES = re.compile(r".*(NVFP4|FP8|float-quantized|naive-quantized).*", re.IGNORECASE)
-"""What ``--dequantise`` turns into bfloat16, by the title."""
+
+
+_DEQUANTISES = re.compile(r"nvfp4|mxfp4-pack|float-quantized|\bfp8", re.IGNORECASE)
+"""Titles of what ``--dequantise`` reads, though this one may lack something for it."""
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +82,7 @@ def quantiser(config: Mapping[str, Any], unread: Collection[str]) -> str | None:
 
 
 def refuse_quantised(
-    folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str]
+    folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str], can: bool = False
 ) -> None:
     """Refuse weights that another program quantised, by its name.
 
@@ -91,6 +93,7 @@ def refuse_quantised(
         config: of config.json.
         inventory: what is there.
         unread: the names that no table describes.
+        can: whether ``--dequantise`` can turn them into bfloat16.
 
     Raises:
         GdnError: they were.
@@ -99,10 +102,10 @@ def refuse_quantised(
     packed = [name for name, spec in inventory.items() if spec.dtype in ("I8", "U8", "I32", "U32") or name in marks]
     blocks = quantisation(config).get("weight_block_size") is not None
     eight = [] if blocks else [name for name, spec in inventory.items() if spec.dtype in FLOAT8]
-    title = quantiser(config, unread)
+    title = quantiser(config, unread) or ("scales beside its weights" if can else None)
     if title is None or not (packed or eight):
         return
     how = "it must be dequantised first"
-    if _DEQUANTISES.fullmatch(title):
-        how += ", or on the way with --dequantise, which knows FP8 by channel or tensor and NVFP4"
+    if can or _DEQUANTISES.search(title):
+        how += ", or on the way with --dequantise"
     raise GdnError(f"{folder} is quantised with {title}, as {(packed or eight)[0]} shows; {how}.")

@@ -175,6 +175,10 @@ class Checkpoint:
         """Bytes of data of all tensors."""
         return sum(tensor.nbytes for _, tensor in self.where.values())
 
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The tensors of the files that a tensor of the inventory is made of: itself."""
+        return (name,)
+
     def array(self, name: str) -> np.ndarray:
         """A tensor as a read-only array over mapped memory; nothing is read until it is looked at."""
         file, tensor = self.where[name]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from .dequantise import Dequantising
 from .families import ALL
 from .families.family import MIXER_PIECES
 from .output import Output
@@ -36,6 +37,13 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         for name in output.sources:
             becomes.setdefault(name, []).append(output.name)
     rules = {name: group.rule for group in plan.skipped for name in group.names}
+    few = source.checkpoint if isinstance(source.checkpoint, Dequantising) else None
+    quantised, left_out = (few.quantised, few.left_out) if few is not None else ({}, {})
+    applied = {part for made in quantised.values() for part in made.parts[1:]}
+    for made in quantised.values():
+        becomes[made.stored] = becomes.get(made.name, [])
+        if made.name in rules:
+            rules[made.stored] = rules[made.name]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, (_, tensor) in source.checkpoint.where.items():
         to = (
@@ -43,8 +51,10 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
             if name in rules
             else tuple(dict.fromkeys(map(_template, becomes.get(name, []))))
         )
-        if name in plan.dequantised.values():
+        if name in plan.dequantised.values() or name in applied:
             to = ("applied to its weight",)
+        if name in left_out:
+            to = (f"left out: {left_out[name]}",)
         groups.setdefault((_template(name), tensor.dtype, *to), []).append(name)
     where = source.checkpoint.where
     rows = [

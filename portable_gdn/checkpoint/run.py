@@ -115,7 +115,7 @@ class Session:
                     for shard in todo:
                         sources = {} if self.exact else self._hashing(shard, source, hasher, array is not None)
                         self._shard(shard, slabs, sink, hasher)
-                        checks.append(verifier.submit(self._verify, shard, sources))
+                        checks.append(verifier.submit(self._verify, shard, source, sources))
                         while len(checks) > 2:
                             checks.pop(0).result()
                 for check in checks:
@@ -146,7 +146,7 @@ class Session:
         """Have those sources of a file hashed by themselves that are not hashed as they are read or written."""
         found = {}
         for output in shard.outputs:
-            for name in output.sources:
+            for name in _stored(output, source):
                 alone = source.where[name][1].nbytes > SLAB or computed
                 if alone and output.verbatim is None and name not in self.hashes and name not in self._hashed:
                     self._hashed.add(name)
@@ -192,7 +192,7 @@ class Session:
             if sha is not None:
                 self.hashes[output.name if self.exact else str(output.verbatim)] = sha.hexdigest()
 
-    def _verify(self, shard: Shard, sources: Mapping[str, Future[str]]) -> None:
+    def _verify(self, shard: Shard, source: Checkpoint, sources: Mapping[str, Future[str]]) -> None:
         """Read a file back, compare every tensor's checksum, give it its name and note it in the journal.
 
         What a journal says is compared with the files before it is believed, so it need not reach the disk in order.
@@ -207,7 +207,7 @@ class Session:
         for name, hashed in sources.items():
             self.hashes[name] = hashed.result()
         os.replace(part, self.partial / shard.name)
-        names = [[output.name] if self.exact else output.sources for output in shard.outputs]
+        names = [(output.name,) if self.exact else _stored(output, source) for output in shard.outputs]
         note = {
             "file": shard.name,
             "checksums": wanted,
@@ -240,6 +240,11 @@ class Session:
         path = self.partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _stored(output: Output, source: Checkpoint) -> tuple[str, ...]:
+    """The tensors of the source's files that go into an output."""
+    return tuple(part for name in output.sources for part in source.stored(name))
 
 
 def _hash_of(source: Checkpoint, name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec.errors import GdnError, bad
+from .adapters import Adapter, adapter_of
 from .completeness import (
     absent,
     attention_of_fla,
@@ -21,13 +22,15 @@ from .completeness import (
     without_head,
 )
 from .configuration import check_config, check_mixer, check_sizes, text_config
+from .dequantise import Dequantising, can_dequantise
 from .dtypes import FLOAT8, WIDE
-from .families import ALL, VISION, Family, Mixer, family_named
+from .families import ALL, VISION, Family, Mixer, Rule, families_of
 from .families.family import MIXER_PIECES
-from .identity import model_types, no_linear_layer, refuse_other_adapters, unknown_model
-from .lora import PREFIX, is_adapter, with_factors
+from .identity import model_types, no_linear_layer, unknown_model
+from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
 from .quantised import quantisation, refuse_quantised
-from .reader import Checkpoint
+from .reader import Checkpoint, read_json
+from .spelling import spell, unwrapped
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
 
 __all__ = ["Read", "find_family", "linear_layers", "read"]
@@ -45,6 +48,7 @@ class Read:
     carried: tuple[tuple[str, tuple[str, ...], bool], ...]  # rule, names, whether they belong to the tree
     block: int | None = None
     notes: tuple[str, ...] = ()
+    lora: Adapter | None = None
 
     @property
     def mixer(self) -> Mixer | None:
@@ -57,7 +61,13 @@ class Read:
     @property
     def adapter(self) -> bool:
         """Whether it is an adapter, not a model."""
-        return any(key.piece.endswith("#A") for key in self.places)
+        return any(is_factor(key.piece) for key in self.places)
+
+    @property
+    def published(self) -> bool:
+        """Whether the names are as the family's releases have them: nothing wraps them, no other prefix is theirs."""
+        wrapped = any(name != unwrapped(name) for name in self.dialect.spelled)
+        return not wrapped and self.dialect.prefix in ("model.", *self.family.prefixes)
 
     @property
     def bare(self) -> bool:
@@ -67,19 +77,16 @@ class Read:
     @property
     def linear_layers(self) -> list[int]:
         """Layers with linear attention, by what the checkpoint holds."""
-        return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2")})
-
-
-def _prefix(family: Family, names: Sequence[str]) -> str:
-    for prefix in family.prefixes:
-        if any(name.startswith(prefix + "layers.") for name in names):
-            return prefix
-    return "model."
+        return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2", "g_norm")})
 
 
 def _unread(family: Family, names: Sequence[str]) -> int:
     """How many tensors a family's table and rules say nothing of, by names alone."""
-    dialect = Dialect(family.name, family.table, _prefix(family, names))
+    slots = slots_of(names) if is_adapter(names) else None
+    spelling = spell(family, names, slots=slots, strict=False)
+    dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
+    if slots is not None:
+        dialect = with_factors(dialect, slots)
     rules = [re.compile(rule.pattern) for rule in family.rules]
     count = 0
     for name in names:
@@ -99,15 +106,16 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
     Raises:
         GdnError: it is of none, or of one that is not known; the sentence says what it is, and what is known.
     """
-    names = list(checkpoint.where)
+    names = list(checkpoint.inventory)
     if named is not None:
-        family = family_named(named)
+        family = min(families_of(named), key=lambda family: _unread(family, names), default=None)
         if family is None:
             raise bad("--family", repr(named), f"be one of {', '.join(f.name for f in ALL)}")
         _must_be_linear(checkpoint, family)
         return family, ()
     said = model_types(checkpoint.config)
-    promised = next((family for family in map(family_named, said) if family is not None), None)
+    options = next((found for found in map(families_of, said) if found), ())
+    promised = min(options, key=lambda family: _unread(family, names), default=None)
     order = sorted(ALL, key=lambda family: family is not promised)
     if promised is None:
         fits = [family for family in order if not _unread(family, names) and _has_decay(family, names)]
@@ -130,7 +138,7 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
 
 def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
     """A model without a layer of linear attention is of no family here, unless its configuration says just that."""
-    names = list(checkpoint.where)
+    names = list(checkpoint.inventory)
     if not is_adapter(names) and not _has_decay(family, names) and not told_kinds(checkpoint.config)[0]:
         raise no_linear_layer(checkpoint.folder, checkpoint.config, names)
 
@@ -138,36 +146,52 @@ def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
 def _has_decay(family: Family, names: Sequence[str]) -> bool:
     """Whether a tensor is there that, by a family's table, linear attention has and plain attention never: a decay, a
     convolution, a gate of rank r."""
-    dialect = Dialect(family.name, family.table, _prefix(family, names))
+    spelling = spell(family, names, strict=False)
+    dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
     proof = MIXER_PIECES - {"q", "k", "v", "z", "out"}
     return any(not proof.isdisjoint(row.layout.pieces) for name in names for row in dialect.rows(name)[0])
 
 
-def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None) -> Read:
-    """Read a checkpoint by its family's table; ``base`` is the configuration of the model that an adapter is for.
+def read(
+    checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, Any] | None = None, dequantise: str = ""
+) -> Read:
+    """Read a checkpoint by its family's table.
+
+    Args:
+        checkpoint: what was opened.
+        family: whose table; None is told by the checkpoint.
+        base: the configuration of the model that an adapter is for.
+        dequantise: the dtype that weights in few bits are turned into on the way; "" is not at all.
 
     Raises:
         GdnError: a tensor is unknown, contradicts the table, is there twice, or a scale is missing.
     """
-    names = list(checkpoint.where)
+    check_config(checkpoint.config if base is None else base)
+    if dequantise:
+        checkpoint = Dequantising(checkpoint, wide=dequantise != "bfloat16")
+    names = list(checkpoint.inventory)
     adapter = is_adapter(names)
-    refuse_other_adapters(checkpoint.folder, names)
+    said = read_json(checkpoint.folder / CONFIG) if adapter and (checkpoint.folder / CONFIG).is_file() else {}
+    if adapter:
+        refuse_others(names, said, checkpoint.path)
     if adapter != (base is not None):
         raise bad("--base", "not given" if adapter else "given", "be given for an adapter, and for nothing else")
-    check_config(checkpoint.config if base is None else base)
     if base is not None:
         checkpoint.config = dict(base)
         family = family or str(base.get("model_type"))
     found, notes = find_family(checkpoint, family)
-    prefix = _prefix(found, [name.removeprefix(PREFIX) for name in names])
-    dialect = Dialect(found.name, found.table, PREFIX + prefix if adapter else prefix)
-    if adapter:
-        dialect = with_factors(dialect)
+    slots = slots_of(names) if adapter else None
+    lora = adapter_of(checkpoint.inventory, slots, said, checkpoint.folder) if slots is not None else None
+    spelling = spell(found, names, slots=slots)
+    notes += spelling.notes(found, PREFIX if adapter else "")
+    dialect = Dialect(found.name, found.table, spelling.prefix, spelling.names)
+    if slots is not None:
+        dialect = with_factors(dialect, slots)
     config = checkpoint.config
-    carried, inventory = _carried(found, dialect, checkpoint)
-    block = _block(config)
+    carried, inventory = _carried((*found.rules, *(ADAPTER_RULES if adapter else ())), dialect, checkpoint)
+    block = None if dequantise else _block(config)
     unread = [name for name in inventory if not dialect.rows(name)[0]]
-    refuse_quantised(checkpoint.folder, config, inventory, unread)
+    refuse_quantised(checkpoint.folder, config, inventory, unread, not dequantise and can_dequantise(checkpoint))
     known = found.dims(config)
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
@@ -182,9 +206,10 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         )
     _check_dtypes(places)
     check_mixer(found, config)
-    check_sizes(found, config, places, sizes)
+    # an adapter may have an embedding with more tokens than its model
+    check_sizes(found, config, places, {dim: n for dim, n in sizes.items() if not (adapter and dim == "V")})
     if kinds is not None:
-        headless = without_head(prefix, config)
+        headless = without_head(spelling.prefix, config)
         lacking = absent(found, dialect, config, places, sizes, kinds, only_linear(config), headless)
         parts: dict[str, int | None] = {
             rule.name: kinds.count if rule.every else None for rule in found.rules if rule.tree
@@ -192,11 +217,13 @@ def read(checkpoint: Checkpoint, family: str | None = None, base: Mapping[str, A
         depth = (config.get("vision_config") or {}).get("depth")
         parts[VISION] = depth if isinstance(depth, int) and 0 < depth < 10**4 else None
         for rule, group, _ in carried:
-            lacking += uneven(group, parts[rule]) if rule in parts else []
+            lacking += uneven([dialect.normal(name) for name in group], parts[rule]) if rule in parts else []
             for whole in found.rules:
                 lacking += parts_lacking(whole, dialect, group) if whole.name == rule else []
         refuse_incomplete(str(checkpoint.folder), found.title, list(dict.fromkeys(lacking)), checkpoint.hint)
-    return Read(checkpoint, found, dialect, places, sizes, carried, block, notes)
+    if isinstance(checkpoint, Dequantising):
+        notes += checkpoint.notes()
+    return Read(checkpoint, found, dialect, places, sizes, carried, block, notes, lora)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -204,10 +231,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _carried(
-    family: Family, dialect: Dialect, checkpoint: Checkpoint
+    every: Sequence[Rule], dialect: Dialect, checkpoint: Checkpoint
 ) -> tuple[tuple[tuple[str, tuple[str, ...], bool], ...], dict[str, Spec]]:
-    """What the family's rules carry over, by rule; and the tensors that its table must describe."""
-    rules = [(rule, re.compile(rule.pattern)) for rule in family.rules]
+    """What the rules carry over, by rule; and the tensors that the table must describe."""
+    rules = [(rule, re.compile(rule.pattern)) for rule in every]
     found: dict[str, tuple[list[str], bool]] = {}
     rest: dict[str, Spec] = {}
     inventory = checkpoint.inventory

@@ -106,12 +106,13 @@ class Dialect:
     """A table, with what is true of names as a whole.
 
     prefix: what this checkpoint has where the table says "model.".
-    kept: prefixes of names in which "model." is not replaced.
+    spelled: the table's name of each tensor, where names differ by more than the prefix; see ``spelling``.
     """
 
     name: str
     entries: tuple[Entry, ...]
     prefix: str = "model."
+    spelled: Mapping[str, str] = field(default_factory=dict, compare=False)
     by_template: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict, compare=False)
     by_piece: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict, compare=False)
 
@@ -127,6 +128,8 @@ class Dialect:
 
     def normal(self, name: str) -> str:
         """The name as the table has it."""
+        if name in self.spelled:
+            return self.spelled[name]
         if self.prefix != "model." and name.startswith(self.prefix) and not name.startswith("lm_head."):
             return "model." + name[len(self.prefix) :]
         return name

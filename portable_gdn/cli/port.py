@@ -29,6 +29,13 @@ _Base = Annotated[
     Path | None,
     typer.Option(help="For an adapter (LoRA): the model it is for, a folder with config.json, or that file."),
 ]
+_Dequantise = Annotated[
+    bool,
+    typer.Option(
+        "--dequantise",
+        help="Turn weights in FP8, int8, NVFP4 or MXFP4 into bfloat16 (or --dtype) by their scales; no way back.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 _To = Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")]
 
@@ -38,6 +45,7 @@ def inspect(
     to: _To = "jax",
     family: _Family = None,
     base: _Base = None,
+    dequantise: _Dequantise = False,
     as_json: _Json = False,
 ) -> None:
     """Show what is in a checkpoint and what each tensor becomes, from its headers alone."""
@@ -48,7 +56,7 @@ def inspect(
         else:
             _print_port(facts)
         return
-    facts = describe_plan(porting.plan_of(source, to, family=family, base=base))
+    facts = describe_plan(porting.plan_of(source, to, family=family, base=base, dequantise=dequantise))
     if as_json:
         print_json(facts)
     else:
@@ -66,6 +74,7 @@ def port(
         str | None, typer.Option(help="Cast weights to bfloat16, float32 or float16, and apply scales of 8-bit ones.")
     ] = None,
     base: _Base = None,
+    dequantise: _Dequantise = False,
     layout: Annotated[
         str | None, typer.Option(help=f"Of MaxText's layers: {', '.join(LAYOUTS)}; its releases differ.")
     ] = None,
@@ -89,6 +98,8 @@ def port(
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint in another format, with --back what a port was made of, or with --check prove a port."""
+    if dequantise and (check or back):
+        raise bad("--dequantise", "given together with --back or --check", "be given where a checkpoint is ported")
     if check:
         if back or to is not None or out is not None or dry_run:
             raise bad("--check", "given together with --to, --back, --dry-run or a folder to write", "stand alone")
@@ -106,7 +117,11 @@ def port(
         layout = layout_of(like)
     target = out if out is not None else Path("out")
     if dry_run and not back:
-        facts = describe_plan(porting.plan_of(source, str(to), family=family, dtype=dtype, layout=layout, base=base))
+        facts = describe_plan(
+            porting.plan_of(
+                source, str(to), family=family, dtype=dtype, layout=layout, base=base, dequantise=dequantise
+            )
+        )
         print_json(facts) if as_json else _print_plan(facts)
         return
     with nullcontext() if dry_run else _resumable(), _bar("back" if back else "port") as update:
@@ -125,6 +140,7 @@ def port(
                 base=base,
                 shard_size=int(shard_size * 1e9),
                 allow_overflow=allow_overflow,
+                dequantise=dequantise,
                 progress=update,
             )
     facts = {
@@ -286,3 +302,5 @@ def _print_port(facts: dict[str, Any]) -> None:
         _names("files beside the tensors, carried as they are", list(facts["source"]["beside"]), _FILES)
     for name, (was, becomes) in facts["casts"].items():
         console.print(f"cast: {name} from {was} to {becomes}", markup=False)
+    for note in facts.get("notes", ()):
+        console.print(f"note: {note}", markup=False)

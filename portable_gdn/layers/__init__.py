@@ -17,6 +17,14 @@ from __future__ import annotations
 from .gated_delta_net import GatedDeltaNet
 from .gated_delta_net2 import GatedDeltaNet2
 from .kimi_delta_attention import KimiDeltaAttention
+from .lightning_attention import LightningAttention
 from .parts import GatedNorm, ShortConvolution
 
-__all__ = ["GatedDeltaNet", "GatedDeltaNet2", "GatedNorm", "KimiDeltaAttention", "ShortConvolution"]
+__all__ = [
+    "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedNorm",
+    "KimiDeltaAttention",
+    "LightningAttention",
+    "ShortConvolution",
+]

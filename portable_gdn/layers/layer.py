@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_rule_step
 from ..spec.errors import bad
+from .inputs import as_input
 from .options import LayerOptions
 from .parts import GATES, GatedNorm, ShortConvolution
 
@@ -110,7 +110,7 @@ class Layer(nnx.Module):
         Raises:
             GdnError: x has another shape, or ``gated_delta_mixer`` refuses the call.
         """
-        x = self._input(x, "B, T", "`step` takes one token a row, [B, E]")
+        x = as_input(x, "B, T", self.hidden_size, "`step` takes one token a row, [B, E]")
         qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         o, state = gated_delta_mixer(
             qkv,
@@ -149,7 +149,7 @@ class Layer(nnx.Module):
         Raises:
             GdnError: x or state has another shape.
         """
-        x = self._input(x, "B", "call the layer for whole sequences, [B, T, E]")
+        x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
         before, past = self._state(state, x.shape[0])
         new = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
         conv = self._conv()
@@ -169,16 +169,6 @@ class Layer(nnx.Module):
             **self._gates(x),
         )
         return self._output(o.astype(new.dtype), x), MixerState(recurrent, seen[:, 1:].astype(past.dtype))
-
-    def _input(self, x: Array, lead: str, instead: str) -> Array:
-        """x as a JAX array of shape [lead, E]; numpy arrays are copied, since JAX reads them after the call."""
-        shape = getattr(x, "shape", None)
-        if shape is None:
-            raise bad("x", f"of type {type(x).__name__}", f"be an array [{lead}, E]")
-        if len(shape) != lead.count(",") + 2 or shape[-1] != self.hidden_size:
-            given = ", ".join(map(str, shape))
-            raise bad("x", f"of shape [{given}]", f"have shape [{lead}, E] with E = {self.hidden_size}; {instead}")
-        return jnp.array(x) if isinstance(x, np.ndarray) else x
 
     def _state(self, state: MixerState | None, batch: int) -> tuple[Array, Array]:
         """The recurrent and convolution state for ``step``, zeros in place of what is None."""

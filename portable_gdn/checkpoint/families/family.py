@@ -37,7 +37,7 @@ Config = Mapping[str, Any]
 class Mixer:
     """What a linear-attention layer computes, beyond its weights.
 
-    kind: "gdn", "kda" or "gdn2". gate: activation of the output gate ("silu", "sigmoid") or None: the norm has none.
+    kind: "gdn", "kda", "gdn2" or "gla". gate: activation of the output gate ("silu", "sigmoid"), None for a norm alone.
     lower_bound: of the bounded decay gate; None is the softplus gate. beta_scale: 2 allows negative eigenvalues.
     """
 
@@ -127,6 +127,7 @@ SAYS: Mapping[str, tuple[str, ...]] = {
 KEEP_FLOAT32 = frozenset(
     (
         "A_log",
+        "A_log_rest",
         "dt_bias",
         "dt_bias_k",
         "A_log_2",
@@ -142,6 +143,9 @@ KEEP_FLOAT32 = frozenset(
         "router_bias",
         "mla_q_norm",
         "mla_kv_norm",
+        "lin_q_norm",
+        "lin_k_norm",
+        "g_norm",
     )
 )
 
@@ -236,6 +240,9 @@ MIXER_PIECES = frozenset(
         "g_bias",
         "erase",
         "write",
+        "lin_q_norm",
+        "lin_k_norm",
+        "g_norm",
     )
 )
 """Pieces of linear-attention layers: what is ported between families that share nothing else."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from .family import CONVS, DENSE, MLA, MODEL, NORMS, Config, Family, Mixer, Rule, entries, shared
 
-__all__ = ["KDA_PROJECTIONS", "KIMI_LINEAR", "LOW_RANK"]
+__all__ = ["KDA_PROJECTIONS", "KIMI_LINEAR", "LOW_RANK", "ROUTER", "kda_dims", "kda_mixer", "undescribed"]
 
 LAYER = "model.layers.{i}."
 
@@ -46,16 +46,26 @@ def _linear(config: Config) -> dict[str, Any]:
     return {"heads": config.get("linear_num_heads"), "dim": config.get("linear_head_dim")}
 
 
-def _dims(config: Config) -> dict[str, int]:
+def kda_dims(config: Config) -> dict[str, int]:
+    """Sizes that the shapes do not tell, from the text model's configuration."""
     found = _linear(config)
     sizes = {"Hk": found["heads"], "Dk": found["dim"], "Dv": found["dim"], "R": 1}
     return {dim: n for dim, n in sizes.items() if isinstance(n, int)}
 
 
-def _mixer(config: Config) -> Mixer:
+def kda_mixer(config: Config) -> Mixer:
+    """What the linear layers compute."""
     n, d = _linear(config)["heads"], _linear(config)["dim"]
     bound = (config.get("linear_attn_config") or {}).get("gate_lower_bound")
     return Mixer("kda", n, n, d, d, "sigmoid", config.get("rms_norm_eps", 1e-6), bound)
+
+
+def undescribed(config: Config) -> frozenset[str]:
+    """The pieces of the feed-forward, if the configuration says nothing of one, so that none can be missed."""
+    if any(key in config for key in ("intermediate_size", "moe_intermediate_size", "num_experts")):
+        return frozenset()
+    kinds = ("mlp_gate", "mlp_up", "mlp_down", "router", "router_bias", "shared_gate", "shared_up", "shared_down")
+    return frozenset((*kinds, "expert_gate", "expert_up", "expert_down"))
 
 
 KIMI_LINEAR = Family(
@@ -73,8 +83,9 @@ KIMI_LINEAR = Family(
         *entries(NORMS, LAYER),
         *entries(MODEL),
     ),
-    _dims,
-    _mixer,
+    kda_dims,
+    kda_mixer,
     rules=(Rule("multi-token prediction", r"mtp\..*"),),
     prefixes=("model.", "language_model.model."),
+    may_lack=lambda config, layer, linear: undescribed(config),
 )

@@ -41,10 +41,11 @@ def lazy_model(source: Read) -> Any:
     else:
         raise GdnError(f"transformers {transformers.__version__} cannot make the model: {problem}")
     network.eval()
-    start = source.dialect.prefix + "layers."
+    start = "model.layers."
     names: dict[int, list[str]] = {}  # -1: of no layer
     for name in source.checkpoint.where:
-        digits = name.removeprefix(start).partition(".")[0] if name.startswith(start) else ""
+        own = source.dialect.normal(name)
+        digits = own.removeprefix(start).partition(".")[0] if own.startswith(start) else ""
         names.setdefault(int(digits) if digits.isdigit() else -1, []).append(name)
     layers = {int(at[1]): module for name, module in network.named_modules() if (at := _LAYER.search(name))}
     _load(network, source, names.get(-1, []))
@@ -110,4 +111,5 @@ def _load(network: Any, source: Read, names: list[str]) -> None:
     mapping: Any = get_model_conversion_mapping(network)
     options = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
     with torch.no_grad():
-        convert_and_load_state_dict_in_model(network, {name: tensor(name) for name in names}, options)
+        own = {name: name if source.published else source.dialect.normal(name) for name in names}
+        convert_and_load_state_dict_in_model(network, {own[name]: tensor(name) for name in names}, options)

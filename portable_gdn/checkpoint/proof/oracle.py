@@ -289,12 +289,10 @@ def _embedded(source: Read) -> np.ndarray:
 def _piece(source: Read, name: str, layer: int) -> np.ndarray | None:
     """A tensor of the layer by the part of its name behind the layer's prefix, float32, or None."""
     for key, place in source.places.items():
-        if key.layer == layer and place.bound.name.endswith(name):
-            rest = place.bound.name[: -len(name)]
-            if rest in (
-                "",
-                *(f"{source.dialect.prefix}layers.{layer}.{m}." for m in ("attn", "linear_attn", "self_attn")),
-            ):
+        own = source.dialect.normal(place.bound.name)
+        if key.layer == layer and own.endswith(name):
+            rest = own[: -len(name)]
+            if rest in ("", *(f"model.layers.{layer}.{m}." for m in ("attn", "linear_attn", "self_attn"))):
                 return np.asarray(source.checkpoint.array(place.bound.name), np.float32)
     return None
 

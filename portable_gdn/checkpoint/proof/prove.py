@@ -196,7 +196,9 @@ def _job(original: Read, ports: Sequence[Path]) -> dict[str, Any]:
     if original.family.name in WITHOUT_CODE:
         how = "alone"
     else:
-        how = "whole" if 4 * _parameters(original) <= MEMORY * _memory() else "layer by layer"
+        # transformers finds tensors by their names; layer by layer they are given to it under those it knows
+        fits = original.published and 4 * _parameters(original) <= MEMORY * _memory()
+        how = "whole" if fits else "layer by layer"
     return {
         "source": str(original.checkpoint.path),
         "family": original.family.name,

@@ -36,6 +36,9 @@ _MIXER = {
     "g_b_proj.bias": "g_bias: Hk R Dv",
     "o_norm.scale": "o_norm: Dv",
     "o_proj.kernel": "out: Hk R Dv, E",
+    "q_norm.scale": "lin_q_norm: Dk",
+    "k_norm.scale": "lin_k_norm: Dk",
+    "g_norm.scale": "g_norm: Hk R Dv",
 }
 
 _ATTENTION = {
@@ -80,11 +83,14 @@ _NORMS = {
 
 _MODEL = {"embed.embedding": "embed: V, E", "norm.scale": "final_norm: E", "lm_head.kernel": "head: E, V"}
 
+_PADDING = {"A_log_padding": "A_log_rest: pad"}  # no part of the layer: only the way back needs it
+
 TABLE: tuple[Entry, ...] = (
     *entries(_MIXER, "layers.{i}.mixer."),
     *entries(_ATTENTION, "layers.{i}.attention."),
     *entries(_MLP, "layers.{i}.mlp."),
     *entries(_NORMS, "layers.{i}."),
+    *entries(_PADDING, "layers.{i}."),
     *entries(_MODEL),
 )
 

@@ -1,0 +1,194 @@
+"""Factors of parts that the target has in one projection: joined into one pair, exactly.
+
+Parts q, k, v with factors A_q, B_q and so on, of ranks that may differ, are one pair of the sum of the ranks: A has the
+A of all parts one below the other, B has each part's B in the part's rows and its own columns, and zeros elsewhere. So
+B A has in each part's rows what the part's own factors give; a part without factors has rows of zeros. Trained on, the
+zeros do not stay zero and the pair is no longer that of parts, so the parts' own factors are carried along: the way
+back takes them, if the joined pair is as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isclose
+
+import numpy as np
+
+from ..spec.errors import GdnError
+from .adapters import Adapter
+from .dtypes import FLOATS, dtype_of
+from .lora import RANK
+from .output import Output
+from .reader import Checkpoint
+from .table import Dialect, Entry, Key, Place, Spec
+
+__all__ = ["Joined", "join"]
+
+
+@dataclass
+class Joined:
+    """outputs: the joined factors. keys: the pieces that are in them. carried: the source's tensors that hold these.
+    scalings, ranks: of each joined output's projection, by the name of its A."""
+
+    outputs: list[Output] = field(default_factory=list)
+    keys: set[Key] = field(default_factory=set)
+    carried: list[str] = field(default_factory=list)
+    scalings: dict[str, float | None] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    casts: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """What goes into one projection of the target: the rows of its A and its B, indices, pieces found."""
+
+    a: Entry
+    b: Entry
+    index: dict[str, int]
+    pieces: list[Key] = field(default_factory=list)
+
+
+def join(
+    dialect: Dialect,
+    places: Mapping[Key, Place],
+    wanted: Callable[[Key], bool] | None,
+    checkpoint: Checkpoint,
+    adapter: Adapter,
+    sizes: Mapping[str, int],
+    dtype: str | None,
+) -> Joined:
+    """Join the factors of all projections whose parts have factors of their own, or none.
+
+    Args:
+        dialect: the target's.
+        places: the source's pieces.
+        wanted: those that the target has a place for.
+        checkpoint: the source.
+        adapter: its configuration.
+        sizes: of dims, for parts that have no factors.
+        dtype: what floating-point tensors are cast to, or None.
+
+    Raises:
+        GdnError: parts' scalings or dtypes differ, or a magnitude (DoRA) of a part is absent.
+    """
+    found = Joined()
+    for name, group in _groups(dialect, places, wanted).items():
+        sources = {places[key].bound.name for key in group.pieces}
+        if len(sources) == 1 and len(group.pieces) == len(group.a.layout.pieces):
+            continue
+        _join_one(found, dialect, name, group, places, checkpoint, adapter, sizes, dtype)
+    return found
+
+
+def _groups(dialect: Dialect, places: Mapping[Key, Place], wanted: Callable[[Key], bool] | None) -> dict[str, _Group]:
+    groups: dict[str, _Group] = {}
+    for key in places:
+        if wanted is not None and not wanted(key):
+            continue
+        a = next((entry for entry in dialect.by_piece.get(key.piece, ()) if entry.admits(key.layer)), None)
+        if a is None or not a.layout.shared or "#A" not in key.piece:
+            continue
+        b = next(entry for entry in dialect.by_piece[_other(key, "B").piece] if entry.admits(key.layer))
+        index = {letter: n for letter, n in a.local(key).items() if "{" + letter + "}" in a.name}
+        name = dialect.actual(a.name.format(**index))
+        groups.setdefault(name, _Group(a, b, index)).pieces.append(key)
+    return groups
+
+
+def _other(key: Key, kind: str) -> Key:
+    return key._replace(piece=key.piece.replace("#A", "#" + kind))
+
+
+def _join_one(
+    found: Joined,
+    dialect: Dialect,
+    name: str,
+    group: _Group,
+    places: Mapping[Key, Place],
+    checkpoint: Checkpoint,
+    adapter: Adapter,
+    sizes: Mapping[str, int],
+    dtype: str | None,
+) -> None:
+    where: dict[str, int] = {}  # each A's first row in the joined one
+    total = 0
+    for key in group.pieces:
+        source = places[key].bound
+        if source.name not in where:
+            where[source.name] = total
+            total += source.sizes[RANK]
+    every = [place for key in group.pieces for place in (places[key], places[_other(key, "B")])]
+    for kind, what in (("M", "magnitude (DoRA)"), ("C", "bias of B")):
+        have = [key for key in group.pieces if _other(key, kind) in places]
+        if have and len(have) != len(group.a.layout.pieces):
+            raise GdnError(
+                f"{places[_other(have[0], kind)].bound.name} is the {what} of a part of "
+                f"{name.partition('.lora_A')[0]}, and other parts have none; the target has one for all, so "
+                f"each part must have its own."
+            )
+    spec_dtype = _dtype(name, every, dtype)
+    scalings = {place.bound.name: _scaling(adapter, place) for place in every[::2]}
+    first, *rest = scalings.values()
+    for other in rest:
+        if (first is None) != (other is None) or (first is not None and not isclose(first, other or 0.0)):
+            raise GdnError(
+                f"{' and '.join(list(scalings)[:2])} have the scalings {first} and {other}, and are parts of one "
+                f"projection in the target; the parts must have one scaling."
+            )
+    whole = {**sizes, RANK: total}
+    for place in every:
+        whole.update({dim: n for dim, n in place.bound.sizes.items() if dim != RANK and dim[0] != "@"})
+    parts = [(places[key], places[_other(key, "B")], key) for key in group.pieces]
+
+    def factor_a() -> np.ndarray:
+        out = np.empty(group.a.layout.shape(whole), dtype_of(spec_dtype))
+        for a, _, _ in parts:
+            start = where[a.bound.name]
+            view = _turned(a, checkpoint, group.a.layout.dims(0))
+            out[start : start + view.shape[0]] = view
+        return out
+
+    def factor_b() -> np.ndarray:
+        lay = group.b.layout
+        out = np.zeros(lay.shape(whole), dtype_of(spec_dtype))
+        for a, b, key in parts:
+            start = where[a.bound.name]
+            segment = lay.pieces.index(_other(key, "B").piece)
+            into = lay.view(out, whole, segment, {})
+            into[..., start : start + a.bound.sizes[RANK]] = _turned(b, checkpoint, lay.dims(segment))
+        return out
+
+    for entry, made in ((group.a, factor_a), (group.b, factor_b)):
+        own = dialect.actual(entry.name.format(**group.index))
+        cast = dtype is not None and {place.bound.spec.dtype for place in every} != {spec_dtype}
+        found.outputs.append(Output(own, Spec(spec_dtype, entry.layout.shape(whole)), cast=cast, computed=made))
+        if cast:
+            found.casts[own] = (every[0].bound.spec.dtype, spec_dtype)
+    found.keys |= {k for key in group.pieces for k in (key, _other(key, "B"))}
+    found.carried += [n for n in dict.fromkeys(place.bound.name for place in every) if n not in found.carried]
+    found.scalings[name], found.ranks[name] = first, total
+
+
+def _turned(place: Place, checkpoint: Checkpoint, dims: tuple[str, ...]) -> np.ndarray:
+    """A piece's elements, axes in this order."""
+    lay = place.bound.entry.layout
+    view = lay.view(checkpoint.array(place.bound.name), place.bound.sizes, place.segment, place.along)
+    own = lay.dims(place.segment)
+    return view.transpose([own.index(dim) for dim in dims])
+
+
+def _dtype(name: str, every: list[Place], dtype: str | None) -> str:
+    have = sorted({place.bound.spec.dtype for place in every})
+    if dtype is not None and all(kind in FLOATS.values() for kind in have):
+        return FLOATS[dtype]
+    if len(have) > 1:
+        raise GdnError(f"{name} is made of tensors in {', '.join(have)}; it must have one dtype: cast with --dtype.")
+    return have[0]
+
+
+def _scaling(adapter: Adapter, place: Place) -> float | None:
+    if len(adapter.slots.names) > 1:  # one configuration cannot be that of all
+        return None
+    module = adapter.modules[place.bound.name]
+    return adapter.scaling(module, place.bound.sizes[RANK])

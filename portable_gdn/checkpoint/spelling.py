@@ -1,0 +1,140 @@
+"""What the tables call a tensor whose name was wrapped: by torch.compile, by data parallelism, by a larger model.
+
+Some wrap a module in another, and its name gets a part more, anywhere: ``model._orig_mod.layers.0.``. A model that is
+part of a larger one has its names under a prefix (``model.language_model.layers.0.``), and one that was saved without
+its head has none (``layers.0.``). Here the parts and the prefix are told by the names and by the family's table; only
+what a tensor is *read as* changes. Its own name stays, in messages, in side files and on the way back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..spec.errors import GdnError
+from .families.family import Family
+from .lora import ADAPTER_RULES, PREFIX, Slots, with_factors
+from .table import Dialect
+
+__all__ = ["WRAPPERS", "Spelling", "spell", "unwrapped"]
+
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DataParallel",
+    "_fsdp_wrapped_module": "FSDP",
+    "_fpw_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning",
+}
+"""Parts of names that wrappers add, and who does."""
+
+_LAYERS = re.compile(r"((?:[^.]+\.)*?)layers\.\d+\.")
+_FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a checkpoint's names are read: the prefix in place of the table's "model.", the parts that were left out, and
+    the table's name of every tensor (empty where all are the tensors' own)."""
+
+    prefix: str = "model."
+    wrappers: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+
+    def notes(self, family: Family, before: str = "") -> tuple[str, ...]:
+        """Sentences on what was left out. A prefix that the family is published with needs none; ``before`` is what an
+        adapter's names have before it."""
+        found = []
+        if self.wrappers:
+            parts = ", ".join(f"{part}. ({WRAPPERS[part]})" for part in self.wrappers)
+            found.append(f"names are read without {parts}; --back restores them")
+        own = self.prefix.removeprefix(before)
+        if self.names and own not in ("model.", *family.prefixes):
+            what = f"under {own!r}" if own else "without the prefix 'model.'"
+            found.append(f"the text model's names are {what} and are read as {family.title}'s; --back restores them")
+        return tuple(found)
+
+
+def unwrapped(name: str) -> str:
+    """The name without the parts that wrappers add."""
+    parts = name.split(".")
+    return name if WRAPPERS.keys().isdisjoint(parts) else ".".join(p for p in parts if p not in WRAPPERS)
+
+
+def spell(
+    family: Family,
+    names: Iterable[str],
+    prefix: str | None = None,
+    slots: Slots | None = None,
+    strict: bool = True,
+) -> Spelling:
+    """How these names are read by a family's table.
+
+    Args:
+        family: whose table and rules.
+        names: of the checkpoint's tensors.
+        prefix: what stands in place of "model.", if that is known already.
+        slots: of an adapter, if it is one.
+        strict: whether names that allow two readings, or become one, are refused; else the first is taken.
+
+    Raises:
+        GdnError: names allow two readings, or FSDP's flat parameters are among them.
+    """
+    bare = {name: unwrapped(name) if slots is None else slots.canonical(unwrapped(name)) for name in names}
+    flat = next((name for name, short in bare.items() if _FLAT.fullmatch(short)), None)
+    if flat is not None:
+        raise GdnError(
+            f"{flat} is a flat parameter of FSDP, in which the tensors of several modules lie end to end; the model "
+            f"must be saved with its full state dict instead."
+        )
+    table = Dialect(family.name, family.table)
+    rules = [re.compile(rule.pattern) for rule in (*family.rules, *(ADAPTER_RULES if slots is not None else ()))]
+    if slots is not None:
+        table = with_factors(table, slots)
+
+    def has_row(name: str) -> bool:
+        return bool(table.rows(name)[0] or table.rows(name.removesuffix("_scale_inv"))[0])
+
+    def by_rule(name: str) -> bool:
+        return any(rule.fullmatch(name) for rule in rules)
+
+    if prefix is None:
+        prefix = _prefix([short for short in bare.values() if not by_rule(short)], has_row, strict)
+        if prefix is None:
+            prefix = (PREFIX if any(short.startswith(PREFIX) for short in bare.values()) else "") + "model."
+    starts = _starts(prefix)
+    spelled: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name, short in bare.items():
+        options = ["model." + short[len(prefix) :]] if short.startswith(prefix) else []
+        options += [short, *(short[len(start) :] for start in starts if short.startswith(start))]
+        found = next((option for option in options if has_row(option) or by_rule(option)), options[0])
+        spelled[name] = found
+        if strict and taken.setdefault(found, name) != name and has_row(found):
+            raise GdnError(
+                f"{taken[found]} and {name} are both {found} without what wrappers and prefixes add to them; one of "
+                f"the two must go."
+            )
+    parts = {part for name in bare for part in name.split(".")}
+    wrappers = tuple(part for part in WRAPPERS if part in parts)
+    return Spelling(prefix, wrappers, {} if all(name == short for name, short in spelled.items()) else spelled)
+
+
+def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) -> str | None:
+    """What stands before "layers." in the names that the table knows behind it; None where there are none."""
+    found: dict[str, str] = {}
+    for name in names:
+        place = _LAYERS.match(name)
+        if place and place[1] not in found and has_row("model." + name[len(place[1]) :]):
+            found[place[1]] = name
+    if strict and len(found) > 1:
+        one, other, *_ = found.values()
+        raise GdnError(f"{one} and {other} are both read as layers of one text model; one of the two must go.")
+    return next(iter(found), None)
+
+
+def _starts(prefix: str) -> list[str]:
+    """The prefix and what it begins with, longest first: where the head of a model below it may be."""
+    parts = prefix.split(".")[:-1]
+    return [".".join(parts[:n]) + "." for n in range(len(parts), 0, -1)] + [""]
