@@ -24,13 +24,11 @@ Made = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def nibbles(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Packed codes [out, in / 2] and their values [out, in] in float64, element by element."""
+    """Packed codes [out, in / 2] and their values [out, in] in float64: the lower four bits are the even columns."""
     packed = rng.integers(0, 256, (shape[0], shape[1] // 2)).astype(np.uint8)
     values = np.zeros(shape)
-    for r in range(shape[0]):
-        for c in range(shape[1]):
-            code = (int(packed[r, c // 2]) >> (4 * (c % 2))) & 15
-            values[r, c] = (-1 if code & 8 else 1) * E2M1[code & 7]
+    for column, code in ((0, packed % 16), (1, packed // 16)):
+        values[:, column::2] = np.where(code >= 8, -1.0, 1.0) * np.array(E2M1)[code % 8]
     return packed, values
 
 
