@@ -713,3 +713,190 @@ def test_a_step_has_no_kernel_to_report_on():
     function, arguments = call("step", "gdn", SMALL)
     with pytest.raises(GdnError, match="'xla' runs a step"):
         jax.eval_shape(function, *arguments)
+
+
+# Traffic that XLA's own copies carry, names, grids with steps that are skipped, donation
+
+
+MODULE = """HloModule jit_f, is_scheduled=true
+%body (a: (s32[], f32[16,128])) -> (s32[], f32[16,128]) {
+  %x = f32[16,128]{1,0:T(8,128)} get-tuple-element(%a), index=1
+  %s.3 = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %d.3 = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%s.3)
+  %inside = f32[16,128]{1,0:T(8,128)} fusion(%d.3), kind=kLoop, calls=%fused
+}
+ENTRY %main (p: f32[16,128], y: f32[16,128]) -> f32[16,128] {
+  %p = f32[16,128]{1,0:T(8,128)} parameter(0)
+  %s.1 = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p), cross_program_prefetch_index=0
+  %b.1 = s8[8192]{0:T(1024)} bitcast(%p)
+  %s.2 = ((s8[8192]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%b.1), slice={[0:4096]}
+  %s.4 = ((s8[8192]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%b.1), slice={[4096:8192]}
+  %d.1 = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%s.1)
+  %first = f32[16,128]{1,0:T(8,128)S(1)} fusion(%d.1), kind=kLoop, calls=%fused
+  %d.2 = s8[4096]{0:T(1024)S(1)} slice-done(%s.2)
+  %d.4 = s8[4096]{0:T(1024)S(1)} slice-done(%s.4)
+  %c.1 = f32[16,128]{1,0:T(8,128)S(1)} custom-call(%d.2, %d.4), custom_call_target="ConcatBitcast"
+  %second = f32[16,128]{1,0:T(8,128)S(1)} fusion(%c.1, %d.1, %first), kind=kLoop, calls=%fused
+  %s.5 = (f32[16,128]{1,0:T(8,128)}, f32[16,128]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%second)
+  %d.5 = f32[16,128]{1,0:T(8,128)} copy-done(%s.5)
+  %s.6 = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%d.5)
+  %d.6 = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%s.6)
+  %t = (s32[], f32[16,128]) tuple(%c, %d.6)
+  ROOT %w = (s32[], f32[16,128]) while(%t), condition=%cond, body=%body
+}
+"""  # noqa: E501
+
+
+def test_what_copies_move_belongs_to_who_takes_or_made_it():
+    found, left = hlo.moves(hlo.parse(MODULE))
+    whole = 16 * 128 * 4
+    assert found["first"] == (whole, whole)  # across programs
+    assert found["second"] == (2 * 4096 + whole, 0)  # two slices of one array, and its own result on the way out
+    assert found["inside"] == (whole, 0)
+    assert left == {"s.6": (whole, 0)}  # which a loop takes: no one operation is seen to
+
+
+@pytest.mark.parametrize(
+    ("makes", "memory"),
+    [
+        (["{ %s5_s5 = scalar_lea.hbm %s1_s1, %s2_s2 }"], "hbm"),
+        (["{ %s6_s6 = int_to_ptr.hbm [resolvable:$true] %s1_s1 }", "{ %s5_s5 = smov %s6_s6 }"], "hbm"),
+        (
+            [
+                "{ %s6_s6 = inlined_call_operand.hbm [shape: f32[8], index: 0, kind: x] }",
+                "{ %7 = sst [smem:[#allocation5_spill]] %s6_s6 }",
+                "{ %s5_s5 = sld [smem:[#allocation5_spill]] }",
+            ],
+            "hbm",
+        ),
+        (["{ %s5_s5 = smov 3 }"], "?"),
+    ],
+)
+def test_copies_along_a_table_of_strides(makes, memory):
+    lines = [
+        *makes,
+        "{ %s8_s8 = int_to_ptr.vmem [resolvable:$true] %s9_s9 }",
+        "{ %1 = dma.general /*src=*/%s5_s5, /*size_in_granules=*/96, /*dst=*/%s8_s8, /*dst_syncflagno=*/%s3 }",
+    ]
+    (copy,) = run(parse(bundles(*lines))).copies
+    assert (copy.source, copy.target, copy.number, copy.granules) == (memory, "vmem", 1, 96)
+
+
+def shapes(*dims, dtype="bfloat16"):
+    import jax
+
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "chip"), [(1024, "v6e"), (4096, "v6e"), (2048, "v5e"), (1024, "v7x")])
+def test_the_traffic_of_a_product_is_what_goes_in_and_out(n, chip):
+    report = scheduled((lambda x, y: x @ y, (shapes(n, n), shapes(n, n))), chip)
+    least, figures = 3 * n * n * 2, report.others
+    assert least <= sum(k.hbm_bytes for k in figures) <= 1.5 * least
+    if chip == "v6e":
+        assert sum(k.hbm_bytes for k in figures) == least
+        assert sum(k.across_bytes for k in figures) == n * n * 2
+        assert f"{n * n * 2 / 2**20:.1f} MiB of it prefetched beside the program before" in str(report)
+    line = next(line for line in str(report).splitlines() if "dot_general" in line)
+    assert re.search(r"MXU \d\d %", line)
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v7x"])
+def test_the_traffic_of_a_step_is_its_state_read_twice_and_written(chip):
+    import portable_gdn as pg
+
+    B, H, K = 64, 16, 128
+    x = {name: shapes(B, H, K) for name in "qkv"}
+    x |= {name: shapes(B, H, dtype="float32") for name in ("g", "beta")}
+    S = shapes(B, H, K, K, dtype="float32")
+    report = scheduled((lambda x, S: pg.gated_delta_rule_step(**x, state=S, backend="xla"), (x, S)), chip)
+    state, moved = B * H * K * K * 4, sum(k.hbm_bytes for k in report.others)
+    assert 3 * state <= moved < 3.1 * state  # what it reads of the memory first, then what it adds to it
+
+
+@COMPILER
+@pytest.mark.slow
+def test_the_traffic_of_elementwise_work_and_of_what_never_leaves_vmem(kernels):
+    report = scheduled((lambda x: x * 2 + 1, (shapes(8192, 4096),)))
+    assert sum(k.hbm_bytes for k in report.others) == 2 * 8192 * 4096 * 2
+    function, args = kernels.products(8)
+    import jax.numpy as jnp
+
+    report = scheduled((lambda x: function(function(x).astype(jnp.bfloat16)), args))
+    moved = sum(k.hbm_bytes for k in (*report.kernels, *report.others))
+    block = 256 * 256
+    assert moved == 8 * block * (2 + 4)  # in, and the last result out; what is between stays in VMEM
+
+
+@COMPILER
+@pytest.mark.slow
+def test_kernels_without_names_have_their_functions_and_grids_their_dimensions():
+    from functools import partial
+
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.experimental import pallas as pl
+
+    def half_of_it(factor, a, o):
+        @pl.when(pl.program_id(1) >= pl.program_id(0))
+        def _():
+            o[...] = jnp.sin(a[...] * factor)
+
+    def call(rows, columns, kernel):
+        block = pl.BlockSpec((256, 256), lambda i, j: (i, j))
+        shape = jax.ShapeDtypeStruct((256 * rows, 256 * columns), jnp.float32)
+        return pl.pallas_call(kernel, grid=(rows, columns), in_specs=[block], out_specs=block, out_shape=shape)
+
+    large = shapes(256 * 8, 256 * 8, dtype="float32")
+    triangle = call(8, 8, partial(half_of_it, 2.0))
+    report = scheduled((lambda a: lax.fori_loop(0, 3, lambda i, x: triangle(x), a), (large,)))
+    (k,) = report.kernels
+    assert k.name.startswith("half_of_it")
+    assert (k.grid, k.grid_steps, k.steps, k.times) == ((8, 8), 64, 36, 3)
+    assert "grid 8 x 8: 36 of 64 steps" in str(report)
+    assert re.search(
+        r"half_of_it[.\d]*, 3 times: code [\d,]+ cycles \([\d.]+ us\), traffic [\d.]+ us: bound by", str(report)
+    )
+
+    def broken(a, o):
+        o[...] = jnp.sort(a[...], 0)
+
+    with pytest.raises(GdnError, match="kernel broken cannot be lowered for v6e"):
+        scheduled((call(1, 1, broken), (shapes(256, 256, dtype="float32"),)))
+    two = scheduled((lambda a: call(4, 16, partial(half_of_it, 1.0))(jnp.reshape(triangle(a), (1024, 4096))), (large,)))
+    assert sorted(k.grid for k in two.kernels) == [(4, 16), (8, 8)]
+
+
+@COMPILER
+@pytest.mark.slow
+def test_arguments_that_are_donated_are_given_away():
+    import jax
+    import jax.numpy as jnp
+
+    def update(x, y):
+        return x.at[:8].add(y)
+
+    x, y = shapes(4096, 4096), shapes(8, 4096)
+    state = 4096 * 4096 * 2
+    moved = lambda report: sum(k.hbm_bytes for k in report.others)  # noqa: E731
+    kept = scheduled((jax.jit(update), (x, y)))
+    assert moved(kept) >= 2 * state
+    assert kept.memory["donated"] == 0
+    tree = jax.jit(lambda d: {"x": update(d["x"], d["y"])}, donate_argnums=0)
+    given = [
+        ((jax.jit(update, donate_argnums=0)), (x, y)),
+        ((jax.jit(update, donate_argnames="x")), (x, y)),
+        ((jax.jit(lambda y, x: update(x, y), donate_argnums=(1,))), (y, x)),
+        (tree, ({"x": x, "y": y},)),
+    ]
+    for function, args in given:
+        report = scheduled((function, args))
+        assert moved(report) < state / 16
+        assert report.memory["donated"] == state
+    inner = jax.jit(update, donate_argnums=0)
+    assert scheduled((lambda x, y: jnp.negative(inner(x, y)), (x, y))).memory["donated"] == 0  # nobody gave that away

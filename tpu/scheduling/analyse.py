@@ -11,7 +11,7 @@ import numpy as np
 
 from ..chips import Chip
 from .dump import UNITS, Block, Dump, Files
-from .hlo import Operation, parse
+from .hlo import Moved, Operation, moves, parse
 from .machine import Loop, Run, run
 from .report import PARTS, LoopReport, OperationReport, Schedule
 
@@ -24,7 +24,7 @@ _NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "w
 def analyse(
     folder: Path,
     chip: Chip,
-    grids: Mapping[str, list[int]],
+    grids: Mapping[str, list[list[int]]],
     values: Mapping[int, Any],
     memory: Mapping[str, int],
     versions: Mapping[str, str],
@@ -34,7 +34,7 @@ def analyse(
 
     Args:
         folder: what the compiler wrote.
-        grids: of Pallas calls, by name.
+        grids: of Pallas calls, by name; a name may have been given to several.
         values: integers of those arguments of the program whose values are known, by number.
         memory, versions: handed through.
         compiled: the text of the executable, which knows the VMEM of each operation.
@@ -43,6 +43,7 @@ def analyse(
     module = parse(dump.hlo, values)
     times = dump.times()
     vmem = {operation.name: operation.vmem for operation in parse(compiled).operations}
+    moved, left = moves(module)
     kernels, others = [], []
     for operation in module.operations:
         if operation.opcode in _NOTHING:
@@ -51,10 +52,16 @@ def analyse(
         if files is None:
             continue
         known = {place: v for (name, place), v in module.constants.items() if name == operation.name}
-        grid = grids.get(_call(operation.source)) if operation.kernel else None
-        operation = operation._replace(vmem=vmem.get(operation.name, 0))
-        report = _operation(operation, files, chip, known, grid, times.get(operation.name))
+        found = run(files.bundles, known)
+        grid = _grid(found, grids.get(_call(operation.source), []), chip.cores) if operation.kernel else None
+        operation = operation._replace(vmem=vmem.get(operation.name, 0), source=_source(operation.source))
+        beside = moved.get(operation.name, Moved(0, 0))
+        report = _operation(operation, files, chip, found, grid, times.get(operation.name), beside)
         (kernels if operation.kernel else others).append(report)
+    where = {operation.name: operation for operation in module.operations}
+    for name, bytes_ in left.items():
+        beside_it = [o.name for o in module.operations if o.computation == where[name].computation and o.name in times]
+        others.append(_transfer(where[name], bytes_, times[beside_it[0]] if beside_it else 1))
     return Schedule(chip.name, tuple(kernels), tuple(others), dict(memory), dict(versions))
 
 
@@ -64,15 +71,38 @@ def _call(source: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1] == "pallas_call" else parts[-1]
 
 
+def _source(source: str) -> str:
+    """The path of a traced operation from the caller's function on: what is before it is how it was handed over."""
+    before, found, path = source.rpartition("jit(flat)/")
+    return path if found else before or source
+
+
+def _grid(found: Run, grids: list[list[int]], cores: int) -> list[int] | None:
+    """The grid of a kernel: of those that calls of its name have, the one whose steps it takes."""
+    different = [grid for i, grid in enumerate(grids) if grid not in grids[:i]]
+    if len(different) > 1:
+        different = [grid for grid in different if _all_steps(found, grid, cores) is not None]
+    return different[0] if len(different) == 1 else None
+
+
+def _transfer(start: Operation, moved: Moved, times: int | None) -> OperationReport:
+    """A copy that is seen to serve no one operation, as a row of its own."""
+    return OperationReport(
+        start.name, start.opcode, _source(start.source), False, times, 0, 0, None, None, None, 0, {}, {}, 0, 0, 0, {},
+        (), 0, 0, moved.bytes, (), moved.bytes, moved.across,
+    )  # fmt: skip
+
+
 def _operation(
     operation: Operation,
     files: Files,
     chip: Chip,
-    known: Mapping[int, np.ndarray],
+    found: Run,
     grid: list[int] | None,
     times: int | None,
+    beside: Moved,
 ) -> OperationReport:
-    found = run(files.bundles, known)
+    whole = _all_steps(found, grid, chip.cores) if grid is not None else None
     steps = _steps(found, grid, chip.cores)
     per_step = _per_step(found, steps)
     named = dict(zip(UNITS, files.units.T, strict=True))
@@ -102,8 +132,11 @@ def _operation(
         loops=tuple(_loop(loop, found, files) for loop in found.loops),
         vmem_bytes=operation.vmem,
         resident_bytes=resident if operation.kernel else 0,
-        hbm_bytes=None if unknown_turns else copied + (resident if operation.kernel else 0),
+        hbm_bytes=None if unknown_turns else copied + beside.bytes,
         notes=tuple(_notes(found, perhaps)),
+        beside_bytes=beside.bytes,
+        across_bytes=beside.across,
+        grid_steps=whole,
     )
 
 
@@ -128,18 +161,28 @@ def _grid_loop(found: Run) -> Loop | None:
     return max(outer, key=lambda loop: int(found.counts[loop.begin : loop.end].sum()), default=None)
 
 
-def _steps(found: Run, grid: list[int] | None, cores: int) -> int | None:
+def _all_steps(found: Run, grid: list[int], cores: int) -> int | None:
     """Grid steps of this core. The pipeline's loop takes turns more, in which only copies run."""
+    number = math.prod(grid)
+    shares = [-(-number // share) for share in range(1, cores + 1)]
+    counts = set(found.counts.tolist())
+    return next((n for n in shares if n in counts), None if _grid_loop(found) else 1)
+
+
+def _steps(found: Run, grid: list[int] | None, cores: int) -> int | None:
+    """Grid steps of this core in which most of the code runs: all, unless the kernel passes some over."""
     loop = _grid_loop(found)
-    if grid is not None:
-        number = math.prod(grid)
-        shares = [-(-number // share) for share in range(1, cores + 1)]
-        counts = set(found.counts.tolist())
-        return next((n for n in shares if n in counts), None if loop else 1)
-    if loop is None or loop.turns is None:
-        return None
-    values, weights = np.unique(found.counts[loop.begin : loop.end], return_counts=True)
-    return int(values[weights.argmax()]) or None
+    whole = None if grid is None else _all_steps(found, grid, cores)
+    if loop is None or loop.turns is None or (grid is not None and whole is None):
+        return whole
+    counts = found.counts[loop.begin : loop.end]
+    values, weights = np.unique(counts, return_counts=True)
+    if whole is None:
+        return int(values[weights.argmax()]) or None
+    cycles = values * weights
+    most = int(values[cycles.argmax()])
+    skips = whole <= 4 * most < 4 * whole and cycles[values >= whole].sum() < cycles.max()
+    return most if skips else whole
 
 
 def _per_step(found: Run, steps: int | None) -> np.ndarray:
@@ -221,4 +264,6 @@ def _hbm(found: Run, chip: Chip) -> tuple[int, int]:
     """Bytes that copies move to and from HBM for certain, and the number of those that are not certain."""
     through = [c for c in found.copies if "hbm" in (c.source, c.target)]
     both = {c: (c.source == "hbm") + (c.target == "hbm") for c in through}
-    return sum(c.granules * chip.dma_granule_bytes * both[c] for c in through), sum(c.perhaps for c in through)
+    unsure = sum(c.number for c in found.copies if "?" in (c.source, c.target) and c not in both)
+    perhaps = sum(c.perhaps for c in found.copies if {"hbm", "?"} & {c.source, c.target})
+    return sum(c.granules * chip.dma_granule_bytes * both[c] for c in through), perhaps + unsure

@@ -45,7 +45,8 @@ def schedule(
     """Compile a function for a TPU, without one, and report what the compiler's schedule says.
 
     Args:
-        function: of JAX arrays; Pallas kernels in it or not, jitted or not. It is traced in this process.
+        function: of JAX arrays; Pallas kernels in it or not, jitted or not. It is traced in this process. Arguments
+            that ``jax.jit`` was told to donate are.
         args: one ``jax.ShapeDtypeStruct``, array or tree of them for each of its arguments. Of arrays only the shape
             counts, but for integers: where a kernel reads its argument as scalars (``PrefetchScalarGridSpec``) and its
             course depends on them, their values make the report exact.
@@ -125,10 +126,14 @@ class _Job(NamedTuple):
     @classmethod
     def of(cls, chip: str, lowered: Lowered) -> _Job:
         versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-        grids = {call.name: list(call.grid) for call in lowered.calls}
+        grids: dict[str, list[list[int]]] = {}
+        for call in lowered.calls:
+            if call.grid is not None:
+                grids.setdefault(call.name, []).append(list(call.grid))
         values = {str(number): a.tolist() for number, a in lowered.values.items()}
-        request = {"chip": chip, "grids": grids, "values": values, "versions": versions}
-        return cls(chip, lowered, request, cache.key(lowered.text, chip, grids, values, versions))
+        donated = list(lowered.donated)
+        request = {"chip": chip, "grids": grids, "values": values, "versions": versions, "donated": donated}
+        return cls(chip, lowered, request, cache.key(lowered.text, chip, grids, [values, donated], versions))
 
 
 class _Running:

@@ -39,7 +39,7 @@ def _code() -> bytes:
     return b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
 
 
-def key(text: str, chip: str, grids: Mapping[str, Any], values: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+def key(text: str, chip: str, grids: Mapping[str, Any], values: Any, versions: Mapping[str, str]) -> str:
     """Of a module's text, and all else that a report depends on."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     what = json.dumps([text, chip, grids, values, versions, flags], sort_keys=True).encode()

@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
 
     exported = export.deserialize(bytearray((folder / "module.bin").read_bytes()))
     try:
-        compiled = compile_for(chip, exported.call, *_arguments(exported))
+        compiled = compile_for(chip, exported.call, *_arguments(exported), donated=request["donated"])
     except Exception as error:
         (folder / "error.txt").write_text(str(error))
         return 3
@@ -50,6 +50,7 @@ def main(folder: Path) -> int:
             "results": memory.output_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
+            "donated": memory.alias_size_in_bytes,
         },
         request["versions"],
         compiled.as_text(),

@@ -8,7 +8,7 @@ A kernel that the compiler cannot take may end the process instead of raising: c
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,12 +28,13 @@ def environment(env: MutableMapping[str, str]) -> None:
     )
 
 
-def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any) -> Any:
+def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any, donated: Sequence[int] = ()) -> Any:
     """The executable of ``function`` for one device of a chip.
 
     Args:
         function: of JAX arrays, traced here.
-        shapes: ``jax.ShapeDtypeStruct`` or trees of them, one an argument.
+        shapes: ``jax.ShapeDtypeStruct`` or trees of them, one an argument. donated: numbers of arguments whose memory
+            results may take.
     """
     import jax
     from jax.experimental import topologies
@@ -42,7 +43,10 @@ def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any) -> Any:
     device = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
     where = SingleDeviceSharding(device)
     with on(chip):
-        traced = jax.jit(function, in_shardings=where, out_shardings=where, keep_unused=True).trace(*shapes)
+        jitted = jax.jit(
+            function, in_shardings=where, out_shardings=where, keep_unused=True, donate_argnums=tuple(donated)
+        )
+        traced = jitted.trace(*shapes)
         lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered.compile()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Module", "Operation", "parse"]
+__all__ = ["Array", "Module", "Moved", "Operation", "moves", "parse"]
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 
@@ -29,8 +29,9 @@ class Array(NamedTuple):
 class Operation(NamedTuple):
     """One operation of the compiled module.
 
-    name, opcode; kernel: whether it is a Pallas kernel; results, operands; source: the operation of the traced program
-    that it came from; vmem: bytes of VMEM that it uses.
+    name, opcode; kernel: whether it is a Pallas kernel; results, operands, each once; source: the operation of the
+    traced program that it came from; vmem: bytes of VMEM that it uses; inputs: names of the operands; computation: in
+    which it stands; across: whether it copies while the program before this one still runs.
     """
 
     name: str
@@ -40,6 +41,22 @@ class Operation(NamedTuple):
     operands: tuple[Array, ...]
     source: str
     vmem: int
+    inputs: tuple[str, ...] = ()
+    computation: str = ""
+    across: bool = False
+
+
+class Moved(NamedTuple):
+    """Bytes that XLA moves between HBM and VMEM for an operation by copies of their own, beside what runs before or
+    behind it; across: those among them that are moved while the program before this one still runs."""
+
+    bytes: int
+    across: int
+
+    def __add__(self, other: object) -> Moved:
+        """The sum of both."""
+        assert isinstance(other, Moved)
+        return Moved(self.bytes + other.bytes, self.across + other.across)
 
 
 class Module(NamedTuple):
@@ -63,6 +80,7 @@ _ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[([0-9,]*)\](?:\{([0-
 _CALLED = re.compile(r"(?:condition|body|calls|\w+_computations?)=(\{[^}]*\}|%\S+)")
 #: Their computations are part of the operation itself.
 _FUSED = ("fusion", "reduce", "sort", "map", "scatter", "reduce-window", "select-and-scatter", "all-reduce")
+_NAMES = ("bitcast", "get-tuple-element", "tuple", "opt-barrier")
 _PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "get-tuple-element")
 
 
@@ -79,11 +97,15 @@ def parse(text: str, values: Mapping[int, np.ndarray] | None = None) -> Module:
     for name in _executed(computations, entry):
         for line in computations[name]:
             kernel = line.opcode == "custom-call" and "tpu_custom_call" in line.rest
-            operands = tuple(a for operand in line.operands if operand in lines for a in _arrays(lines[operand].type))
+            inputs = tuple(operand for operand in dict.fromkeys(line.operands) if operand in lines)
+            operands = tuple(a for operand in inputs for a in _arrays(lines[operand].type))
+            target = _after(line.rest, 'custom_call_target="', '"')
+            opcode = target if target == "ConcatBitcast" else line.opcode
             operations.append(
                 Operation(
-                    line.name, line.opcode, kernel, tuple(_arrays(line.type)), operands,
-                    _after(line.rest, 'op_name="', '"'), _vmem(line.rest),
+                    line.name, opcode, kernel, tuple(_arrays(line.type)), operands,
+                    _after(line.rest, 'op_name="', '"'), _vmem(line.rest), inputs, name,
+                    "cross_program_prefetch_index" in line.rest,
                 )
             )  # fmt: skip
             for place, operand in enumerate(line.operands if kernel else ()):
@@ -91,6 +113,56 @@ def parse(text: str, values: Mapping[int, np.ndarray] | None = None) -> Module:
                 if known is not None:
                     constants[line.name, place] = known
     return Module(tuple(operations), constants)
+
+
+def moves(module: Module) -> tuple[dict[str, Moved], dict[str, Moved]]:
+    """What asynchronous copies move between HBM and VMEM, by the operation that it is moved for: the first that takes
+    what came, or the one that made what leaves. And by copy what is moved for none that is seen (a loop's operand)."""
+    known = {operation.name: operation for operation in module.operations}
+    found: dict[str, Moved] = {}
+    others: dict[str, Moved] = {}
+    for start in module.operations:
+        if not start.opcode.endswith("-start"):
+            continue
+        ends = [a for a in start.results if a.memory in ("hbm", "vmem") and a.shape]
+        if len(ends) < 2 or ends[0].memory == ends[1].memory:
+            continue
+        to = ends[0] if start.opcode == "copy-start" else ends[1]
+        whose = _taker(module, start) if to.memory == "vmem" else _maker(known, start)
+        moved = Moved(min(a.bytes for a in ends[:2]), 0)
+        moved = moved._replace(across=moved.bytes if start.across else 0)
+        where, name = (others, start.name) if whose is None else (found, whose)
+        where[name] = where.get(name, Moved(0, 0)) + moved
+    return found, others
+
+
+def _handed_on(operation: Operation) -> bool:
+    """Whether it is but another name of its operands."""
+    return operation.opcode.endswith("-done") or operation.opcode in (*_NAMES, "ConcatBitcast")
+
+
+def _taker(module: Module, start: Operation) -> str | None:
+    names = {start.name}
+    for operation in module.operations:
+        if operation.computation != start.computation or not names.intersection(operation.inputs):
+            continue
+        if operation.opcode in ("while", "conditional", "call"):
+            return None
+        if _handed_on(operation):
+            names.add(operation.name)
+        else:
+            return operation.name
+    return None
+
+
+def _maker(known: Mapping[str, Operation], start: Operation) -> str | None:
+    operation = start
+    while operation is start or _handed_on(operation):
+        before = [known[name] for name in operation.inputs if name in known]
+        if not before:
+            return None
+        operation = before[0]
+    return None if operation.opcode in ("parameter", "while", "conditional", "call") else operation.name
 
 
 def _after(text: str, start: str, end: str) -> str:

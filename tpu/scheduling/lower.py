@@ -19,10 +19,10 @@ MOST_VALUES = 1 << 18
 
 
 class Call(NamedTuple):
-    """A Pallas call: its name, grid, and each block with the array that it is cut from, as text."""
+    """A Pallas call: its name, its grid if it is known, and each block with the array that it is cut from, as text."""
 
     name: str
-    grid: tuple[int, ...]
+    grid: tuple[int, ...] | None
     blocks: tuple[str, ...]
 
 
@@ -30,13 +30,15 @@ class Lowered(NamedTuple):
     """A function lowered for a TPU.
 
     module: serialised by ``jax.export``; text: the same without places in source files, for a cache's key.
-    calls: its Pallas calls; values: those integer arguments whose values were given, by number.
+    calls: its Pallas calls; values: those integer arguments whose values were given, by number; donated: numbers of
+    the arguments that its caller gives away.
     """
 
     module: bytes
     text: str
     calls: tuple[Call, ...]
     values: dict[int, np.ndarray]
+    donated: tuple[int, ...] = ()
 
 
 def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
@@ -60,7 +62,12 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
     jax.config.update("jax_export_ignore_forward_compatibility", True)
     try:
         with on(chip):
-            calls = tuple(_calls(jax.make_jaxpr(flat)(*shapes).jaxpr))
+            traced = jax.make_jaxpr(flat)(*shapes)
+            named = _named(traced)
+            calls = tuple(_calls(named.jaxpr))
+            donated = _donated(function, traced.jaxpr)
+            if named is not traced:
+                flat = _of_jaxpr(named)
             exported = export.export(jax.jit(flat, keep_unused=True), platforms=["tpu"])(*shapes)
     except GdnError:
         raise
@@ -76,7 +83,78 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
             "flatbuffers is not installed, which jax needs to hand a program to another process; "
             "`pip install 'portable-gdn[tpu]'` brings it."
         ) from None
-    return Lowered(module, _without_places(exported.mlir_module()), calls, _values(leaves))
+    return Lowered(module, _without_places(exported.mlir_module()), calls, _values(leaves), donated)
+
+
+def _of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
+    """A traced function as one that can be traced."""
+    from jax.extend.core import jaxpr_as_fun
+
+    run = jaxpr_as_fun(traced)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return run(*leaves)
+
+    return flat
+
+
+def _named(traced: Any, grids: dict[str, Any] | None = None) -> Any:
+    """The same program, in which Pallas calls that were given no name have that of their kernel's function.
+
+    The compiler would call them all after the function around them. Where each has a name, it is the program itself.
+    ``grids``: the first of each name; a kernel with another one has that in its name too.
+    """
+    grids = {} if grids is None else grids
+    jaxpr = traced.jaxpr if hasattr(traced, "jaxpr") else traced
+    equations = [_named_equation(equation, grids) for equation in jaxpr.eqns]
+    if all(a is b for a, b in zip(equations, jaxpr.eqns, strict=True)):
+        return traced
+    jaxpr = jaxpr.replace(eqns=equations)
+    return traced.replace(jaxpr=jaxpr) if hasattr(traced, "jaxpr") else jaxpr
+
+
+def _named_equation(equation: Any, grids: dict[str, Any]) -> Any:
+    params = equation.params
+    if equation.primitive.name == "pallas_call":
+        if params.get("name"):
+            return equation
+        name, grid = _name(params), tuple(map(str, params["grid_mapping"].grid))
+        if grids.setdefault(name, grid) != grid:
+            name = "_".join([name, "x".join(grid)])
+        source = equation.source_info
+        return equation.replace(
+            params={**params, "name": name}, source_info=source.replace(name_stack=source.name_stack.extend(name))
+        )
+    changed = {}
+    for name, value in params.items():
+        several = isinstance(value, tuple | list)
+        inner = [_named(a, grids) if hasattr(a, "eqns") else a for a in (value if several else [value])]
+        if any(a is not b for a, b in zip(inner, value if several else [value], strict=True)):
+            changed[name] = type(value)(inner) if several else inner[0]
+    return equation.replace(params={**params, **changed}) if changed else equation
+
+
+def _name(params: dict[str, Any]) -> str:
+    """What a Pallas call was named, or its kernel's function."""
+    made = getattr(params.get("jaxpr"), "debug_info", None)
+    words = str(params.get("name") or getattr(made, "func_src_info", None) or "kernel").split()
+    return re.sub(r"\W", "_", words[0]).strip("_") or "kernel"
+
+
+def _donated(function: Any, jaxpr: Any) -> tuple[int, ...]:
+    """Numbers of the arguments that ``function`` gives away; only what is jitted itself can."""
+    if not (hasattr(function, "trace") and hasattr(function, "lower")):
+        return ()
+    numbers = {id(variable): number for number, variable in enumerate(jaxpr.invars)}
+    found = set()
+    for equation in jaxpr.eqns:
+        flags = equation.params.get("donated_invars", ())
+        found |= {
+            numbers[id(variable)]
+            for variable, donated in zip(equation.invars, flags, strict=False)
+            if donated and id(variable) in numbers
+        }
+    return tuple(sorted(found))
 
 
 def _without_places(text: str) -> str:
@@ -123,9 +201,10 @@ def _calls(jaxpr: Any) -> Iterator[Call]:
 
 def _call(params: dict[str, Any]) -> Call:
     mapping = params["grid_mapping"]
-    grid = tuple(int(n) for n in mapping.grid if isinstance(n, int | np.integer))
+    known = all(isinstance(n, int | np.integer) for n in mapping.grid)
+    grid = tuple(int(n) for n in mapping.grid) if known else None
     blocks = []
     for block in mapping.block_mappings:
         shape = "x".join(str(getattr(n, "block_size", n)) for n in block.block_shape)
         blocks.append(f"{block.origin} {shape} of {block.array_aval.str_short()}")
-    return Call(str(params.get("name") or params.get("name_and_src_info")), grid, tuple(blocks))
+    return Call(_name(params), grid, tuple(blocks))

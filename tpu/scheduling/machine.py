@@ -36,8 +36,8 @@ class Loop(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Copies from one memory to another ("hbm", "vmem", "smem"): how many, and granules; perhaps: those that may not
-    have run, or are of an unknown size."""
+    """Copies from one memory to another ("hbm", "vmem", "smem", "?"): how many, and granules; perhaps: those that may
+    not have run, or are of an unknown size."""
 
     source: str
     target: str
@@ -97,7 +97,7 @@ class _Machine:
     def __init__(self, bundles: Sequence[Bundle], operands: Mapping[int, np.ndarray]) -> None:
         self.operands = operands
         self.size = len(bundles)
-        self.program = _relevant(bundles)
+        self.program, self.ends = _relevant(bundles)
         self.events = sorted(self.program)
         self.following = self._following()
         self.values: dict[str, Any] = {}
@@ -260,9 +260,9 @@ class _Machine:
                 self.unsure[-1][1].append(at)  # type: ignore[arg-type]
 
     def _copy(self, i: Instruction, holds: bool | None) -> None:
-        source, _, target = i.op.removeprefix("dma.").partition("_to_")
-        if not target or holds is False or len(i.args) < 3:
+        if holds is False or len(i.args) < 3:
             return
+        source, target = self.ends[id(i)]
         size = self._value(i.args[1])
         figures = self.copies.setdefault((source, target), [0, 0, 0])
         if holds is True and not self.unsure and isinstance(size, int):
@@ -365,8 +365,41 @@ def _names(i: Instruction) -> list[str]:
     return [word.strip("[]!,") for text in texts for word in text.replace("smem:", " ").split() if "%" in word]
 
 
-def _relevant(bundles: Sequence[Bundle]) -> dict[int, list[Instruction]]:
-    """By address, in the order in which they take effect, the instructions that a branch or a copy hangs on."""
+def _copies(i: Instruction) -> bool:
+    """Whether it starts a copy. ``dma.general`` follows a table of strides, and does not say from where to where."""
+    return i.op.startswith("dma.") and ("_to_" in i.op or i.op == "dma.general")
+
+
+def _ends(i: Instruction, makers: Mapping[str, list[Instruction]], stores: Sequence[Instruction]) -> tuple[str, str]:
+    """The memories that a copy reads and writes: from its name, or from what made its addresses."""
+    source, _, target = i.op.removeprefix("dma.").partition("_to_")
+    if target:
+        return source, target
+    return _memory(i.args[0], makers, stores), _memory(i.args[2], makers, stores)
+
+
+def _memory(text: str, makers: Mapping[str, list[Instruction]], stores: Sequence[Instruction]) -> str:
+    """The memory of an address; "?" where nothing tells. It may have been moved, chosen, or put away in between."""
+    pending, seen = [text], set()
+    while pending:
+        name = pending.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        for i in makers.get("%" + name.lstrip("%"), []):
+            memory = i.op.rpartition(".")[2]
+            if memory in ("hbm", "vmem", "smem"):
+                return memory
+            pending += _names(i)
+            if i.op == "sld":
+                place = i.args[0].strip("[]").removeprefix("smem:").strip("[]").split("+")[0].strip()
+                pending += [n for store in stores if place in store.args[0] for n in _names(store)]
+    return "?"
+
+
+def _relevant(bundles: Sequence[Bundle]) -> tuple[dict[int, list[Instruction]], dict[int, tuple[str, str]]]:
+    """By address, in the order in which they take effect, the instructions that a branch or a copy hangs on; and by
+    ``id`` the memories that each copy goes between."""
     everything = [(at, i) for at, bundle in enumerate(bundles) for i in bundle.instructions]
     makers: dict[str, list[Instruction]] = {}
     stores: list[Instruction] = []
@@ -376,7 +409,8 @@ def _relevant(bundles: Sequence[Bundle]) -> dict[int, list[Instruction]]:
         if i.op == "sst":
             stores.append(i)
     wanted: set[int] = set()
-    pending = [i for _, i in everything if i.op.startswith("sbr") or (i.op.startswith("dma.") and "_to_" in i.op)]
+    everywhere = list(stores)
+    pending = [i for _, i in everything if i.op.startswith("sbr") or _copies(i)]
     while pending:
         i = pending.pop()
         if id(i) in wanted:
@@ -393,7 +427,8 @@ def _relevant(bundles: Sequence[Bundle]) -> dict[int, list[Instruction]]:
             program.setdefault(at, []).append(i)
     for instructions in program.values():  # a bundle reads what is there before it writes; phis are there first
         instructions.sort(key=lambda i: (i.op != "sphi", i.op.startswith("sbr")))
-    return program
+    ends = {id(i): _ends(i, makers, everywhere) for _, i in everything if _copies(i) and len(i.args) > 2}
+    return program, ends
 
 
 def _nested(loops: Mapping[tuple[int, int], int | None], complete: bool) -> tuple[Loop, ...]:

@@ -36,15 +36,18 @@ class OperationReport(NamedTuple):
     kernel: whether it is a Pallas kernel.
     times: how often the program runs it; None where that depends on values.
     cycles: None where a loop's turns are unknown; least_cycles: without what may not run.
-    grid: of the Pallas call; steps: of them, on this core; bundles_per_step: cycles of a full step.
+    grid: of the Pallas call; grid_steps: its steps, on this core; steps: those of them that run most of the code, where
+    a kernel passes others over; bundles_per_step: cycles of a full step.
     code_bundles: in the whole listing.
     units: cycles that each unit would need if it never waited, spills apart.
     parts: cycles by ``PARTS``.
     spills, fills: vector registers stored and loaded again, in one step (in the whole run where there are no steps).
     critical_path: longest chain of dependences in a step, before registers are given out.
     stages: bundles of the code at four points of the compiler, and empty ones among them.
-    vmem_bytes: VMEM that it was given; resident_bytes: operands and results that XLA keeps in VMEM beside that.
-    hbm_bytes: what its own copies move, and resident_bytes, which others moved for it.
+    vmem_bytes: VMEM that it was given; resident_bytes: a kernel's operands and results that XLA keeps in VMEM beside
+    that.
+    hbm_bytes: what its own copies move, and beside_bytes: what XLA moves between HBM and VMEM for it by copies that run
+    beside other operations; across_bytes: those of them that run beside the program before this one.
     notes: what a reader must know to trust the figures.
     """
 
@@ -70,6 +73,9 @@ class OperationReport(NamedTuple):
     resident_bytes: int
     hbm_bytes: int | None
     notes: tuple[str, ...]
+    beside_bytes: int = 0
+    across_bytes: int = 0
+    grid_steps: int | None = None
 
     @property
     def busiest(self) -> tuple[str, float]:
@@ -120,8 +126,9 @@ class OperationReport(NamedTuple):
 class Schedule(NamedTuple):
     """A program compiled for a chip, as the compiler scheduled it. ``str()`` of it is the report.
 
-    kernels: the Pallas kernels; others: what XLA runs around them; transfers: copies that run beside the rest.
-    memory: bytes of HBM for arguments, results and temporaries; versions: of jax and libtpu.
+    kernels: the Pallas kernels; others: what XLA runs around them.
+    memory: bytes of HBM for arguments, results and temporaries, and those of donated arguments that results take;
+    versions: of jax and libtpu.
     """
 
     chip: str
@@ -206,9 +213,16 @@ class Schedule(NamedTuple):
             lines.append("beside the kernels, XLA runs:" if self.kernels else "XLA runs:")
             lines += [f"  {_short(k, chip)}" for k in sorted(self.others, key=lambda k: -(k.seconds(chip) or 0))]
         if self.kernels:
-            lines.append(f"kernels: {_cycles(self.cycles)}, {_time(self.seconds)}; floor {_time(self.floor_seconds)}")
+            code = _sum(_times(k.times, k.compute_seconds(chip)) for k in self.kernels)
+            lines.append(
+                f"kernels: {_time(self.seconds)} (code {_cycles(self.cycles)}, {_time(code)}; "
+                f"traffic {_traffic(self.kernels, chip)}); floor {_time(self.floor_seconds)}"
+            )
         if self.others:
-            lines.append(f"{'the rest' if self.kernels else 'together'}: {_time(self.other_seconds)}")
+            name = "the rest" if self.kernels else "together"
+            lines.append(f"{name}: {_time(self.other_seconds)} (traffic {_traffic(self.others, chip)})")
+        if self.memory:
+            lines.append("HBM of the program: " + ", ".join(f"{name} {_size(n)}" for name, n in self.memory.items()))
         if chip.cores > 1:
             lines.append(f"figures are those of one of {chip.cores} cores, which share a grid's parallel dimensions")
         return "\n".join(lines)
@@ -257,18 +271,51 @@ def _size(n: float | None) -> str:
     return f"{n:.0f} B"
 
 
+def _traffic(operations: tuple[OperationReport, ...], chip: Chip) -> str:
+    """Bytes of all, and the time that they take."""
+    moved = _sum(_times(k.times, k.hbm_bytes) for k in operations)
+    return _size(moved) + ("" if moved is None else f", {_time(moved / chip.hbm_bytes_per_second)}")
+
+
+def _both(k: OperationReport, chip: Chip) -> str:
+    """What its code and its traffic take, and which of them binds it."""
+    code = _time(k.compute_seconds(chip)) if k.cycles is not None else "unknown time"
+    return f"code {_cycles(k.cycles)} ({code}), traffic {_time(k.memory_seconds(chip))}: " + (
+        "bound by neither for certain" if k.bound(chip) == "unknown" else f"bound by {k.bound(chip)}"
+    )
+
+
+def _busy(k: OperationReport) -> str:
+    """Units and the share of cycles in which each is at work."""
+    return ", ".join(f"{u} {100 * c / k.cycles:.0f} %" for u, c in k.units.items() if c) if k.cycles else ""
+
+
+def _beside(k: OperationReport) -> str:
+    """What of its traffic others move for it."""
+    if not k.beside_bytes:
+        return ""
+    own = k.beside_bytes - k.across_bytes
+    parts = [f"{_size(own)} of it copied beside other operations"] * (own > 0)
+    parts += [f"{_size(k.across_bytes)} of it prefetched beside the program before"] * (k.across_bytes > 0)
+    return "".join(f", {part}" for part in parts)
+
+
 def _often(k: OperationReport) -> str:
     return "" if k.times == 1 else ", an unknown number of times" if k.times is None else f", {k.times} times"
 
 
 def _detail(k: OperationReport, chip: Chip) -> list[str]:
     total = max(1, sum(k.parts.values()))
-    lines = [f"{k.name}{_often(k)}: {_cycles(k.cycles)}, {_time(k.seconds(chip))}, bound by {k.bound(chip)}"]
-    grid = "" if k.grid is None else f"grid {'x'.join(map(str, k.grid)) or 'of one step'}: "
-    steps = "" if k.steps is None else f"{k.steps} steps of {k.bundles_per_step} bundles, "
+    lines = [f"{k.name}{_often(k)}: {_both(k, chip)}"]
+    grid = "" if k.grid is None else f"grid {' x '.join(map(str, k.grid)) or 'of one step'}: "
+    steps = ""
+    if k.steps is not None:
+        passes_over = k.grid_steps is not None and k.grid_steps > k.steps
+        of = f"{k.steps:,} of {k.grid_steps:,} steps" if passes_over else f"{k.steps:,} steps"
+        steps = f"{of} of {k.bundles_per_step:,} bundles{' (the others skip them)' if passes_over else ''}, "
     lines.append(f"  {grid}{steps}longest chain of dependences in a step {k.critical_path}")
     if k.cycles:
-        lines.append("  units    " + ", ".join(f"{u} {100 * c / k.cycles:.0f} %" for u, c in k.units.items() if c))
+        lines.append("  units    " + _busy(k))
     lines.append("  cycles   " + ", ".join(f"{p} {100 * c / total:.0f} %" for p, c in k.parts.items() if c))
     if len(k.loops) > 1 or any(loop.turns is None for loop in k.loops):
         for loop in k.loops:
@@ -287,7 +334,7 @@ def _detail(k: OperationReport, chip: Chip) -> list[str]:
         + (f", and {_size(k.resident_bytes)} of operands and results that XLA keeps there" if k.resident_bytes else "")
     )
     lines.append(
-        f"  HBM      {_size(k.hbm_bytes)}: {_time(k.memory_seconds(chip))}; code {_time(k.compute_seconds(chip))}; "
+        f"  HBM      {_size(k.hbm_bytes)}{_beside(k)}: {_time(k.memory_seconds(chip))}; "
         f"floor {_time(k.floor_seconds(chip))} ({k.busiest[0] or 'no unit'} alone, or the traffic)"
     )
     lines += [f"  note     {note}" for note in k.notes]
@@ -296,7 +343,8 @@ def _detail(k: OperationReport, chip: Chip) -> list[str]:
 
 def _short(k: OperationReport, chip: Chip) -> str:
     where = f" ({k.source})" if k.source else ""
+    busy = f"; {_busy(k)}" if _busy(k) else ""
     return (
         f"{_time(k.seconds(chip)):>10}  {k.name}{_often(k)}: {_cycles(k.cycles)}, {_size(k.hbm_bytes)} of HBM traffic"
-        f"{where}" + "".join(f"; {note}" for note in k.notes)
+        f"{_beside(k)}{busy}{where}" + "".join(f"; {note}" for note in k.notes)
     )
