@@ -30,7 +30,7 @@ class Xla:
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None."""
         if importlib.util.find_spec("jax") is None:
-            return "jax is not installed; `pip install 'portable-gdn[xla]'` brings it."
+            return "jax is not installed; `pip install 'portable-gdn[jax]'` brings it."
         return None
 
     def refuses(self, signature: Signature) -> str | None:

@@ -150,7 +150,6 @@ def tpu_reports(
         GdnError: an argument is wrong, no Pallas kernel serves such a call, or nothing can be compiled here.
     """
     from ..tpu.chips import chip_named
-    from ..tpu.pipelined import core
     from ..tpu.scheduling.build import missing, schedules
 
     for name in chips:
@@ -158,6 +157,8 @@ def tpu_reports(
     why = missing()
     if why is not None:
         raise GdnError(why)
+    from ..tpu.pipelined import core  # which imports jax
+
     function, args = call(op, variant, shape, precision=precision, fused=fused)
     plans: dict[str, str] = {}
 

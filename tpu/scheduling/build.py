@@ -22,6 +22,7 @@ from ...spec.errors import GdnError, bad
 from ..chips import CHIPS, chip_named
 from . import cache
 from .compile import environment
+from .interrupts import interruptible
 from .lower import Call, Lowered, lower
 from .report import Schedule
 
@@ -92,6 +93,7 @@ def schedules(
     found: dict[str, Schedule | GdnError] = {}
     jobs: list[_Job] = []
     with ExitStack() as stack:
+        stack.enter_context(interruptible())
         for name in dict.fromkeys(chips):
             lowered = lower(chip_named(name), function, args)
             job = _Job.of(name, lowered)
