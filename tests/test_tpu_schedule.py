@@ -982,3 +982,21 @@ def test_the_command_without_what_compiles_says_what_to_install(absent):
     assert f"{absent} is not installed" in done.stderr
     assert "pip install 'portable-gdn[tpu]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "chips", "waits"),
+    [
+        ("0.0.42.1", ["v7x"], True),
+        ("0.0.42.1", ["v5e", "v6e", "v7x"], True),
+        ("0.0.42.1", ["v6e"], False),
+        ("0.0.50.1", ["v7x"], False),
+        ("0.1", ["v7x"], False),
+    ],
+)
+def test_a_long_wait_is_announced(version, chips, waits, monkeypatch):
+    from portable_gdn.tpu.scheduling import build
+
+    monkeypatch.setattr(build.metadata, "version", lambda name: version)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
+    assert (build.expected_wait(chips) is not None) == waits
