@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -44,3 +46,35 @@ def test_the_wheel_has_every_subpackage(tmp_path):
     assert "portable_gdn/py.typed" in names
     assert sum(name.endswith(".safetensors") for name in names) == 4
     assert not any(name.startswith(("tpu/", "gpu/", "tests/")) for name in names)
+
+
+def brings(extras, name, seen=()):
+    """Names of the distributions that an extra installs, those of the extras that it names included."""
+    found = set()
+    for requirement in extras[name]:
+        package, _, more = re.match(r"([\w.-]+)(\[([\w,-]+)\])?", requirement).groups()
+        found.add(package.lower())
+        for other in (more or "").split(","):
+            if package == "portable-gdn" and other and other not in seen:
+                found |= brings(extras, other, (*seen, name))
+            elif other == "tpu":
+                found.add("libtpu")
+    return found
+
+
+def test_every_hint_how_to_install_names_an_extra_that_exists_and_brings_it():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [
+        path for folder in ("portable_gdn", "gpu", "tpu", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    ]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    hints = 0
+    for path in (*sources, *pages):
+        text = path.read_text()
+        for named in re.findall(r"portable-gdn\\*\[([^\]\n{]+)\]", text):
+            for extra in named.split(","):
+                assert extra.strip() in extras, f"{path.relative_to(ROOT)} names {extra!r}"
+                hints += 1
+        for package, extra in re.findall(r"\b(\w+) is not installed[^`\n]*`pip install 'portable-gdn\[(\w+)\]'", text):
+            assert package in brings(extras, extra), f"{path.relative_to(ROOT)}: {extra!r} does not bring {package}"
+    assert hints >= 8

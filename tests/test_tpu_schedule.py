@@ -900,3 +900,103 @@ def test_arguments_that_are_donated_are_given_away():
         assert report.memory["donated"] == state
     inner = jax.jit(update, donate_argnums=0)
     assert scheduled((lambda x, y: jnp.negative(inner(x, y)), (x, y))).memory["donated"] == 0  # nobody gave that away
+
+
+LOST = """
+import gc, os, signal, threading, time, weakref, sys
+from portable_gdn.tpu.scheduling.interrupts import interruptible
+signal.signal(signal.SIGINT, signal.default_int_handler)
+busy = []
+
+def slow(*_):
+    if not busy:
+        busy.append(True)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            pass
+
+class Thing:
+    pass
+
+class Ending:
+    __del__ = slow
+
+def collected():
+    gc.callbacks.append(slow)
+    gc.collect()
+
+def dropped():
+    Ending()
+
+def referred():
+    thing = Thing()
+    kept = weakref.ref(thing, slow)
+    del thing
+
+try:
+    with interruptible():
+        globals()[sys.argv[1]]()
+        for _ in range(200):
+            time.sleep(0.01)
+    print("went on")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("where", ["collected", "dropped", "referred"])
+def test_an_interrupt_where_python_drops_it_is_not_lost(where):
+    done = subprocess.run([sys.executable, "-c", LOST, where], capture_output=True, text=True)
+    assert done.stdout.strip() == "interrupted", done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1.0, 3.0, 5.0])
+def test_the_first_interrupt_ends_the_command(after, tmp_path):
+    """Counted from where tracing begins; imports before that are another matter."""
+    code = """
+import gc, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import jax
+from portable_gdn.cli.main import main
+gc.set_threshold(50)  # JAX's callback runs often
+threading.Timer(float(sys.argv.pop()), os.kill, (os.getpid(), signal.SIGINT)).start()
+main()
+"""
+    words = ["tpu-report", "--chip", "all", "--no-cache", "--seqlen", "512", str(after)]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 130, done.stderr
+    assert not done.stdout
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("portable-gdn-")]
+
+
+@pytest.mark.parametrize("absent", ["jax", "libtpu", "flatbuffers"])
+def test_the_command_without_what_compiles_says_what_to_install(absent):
+    code = f"import sys; sys.modules[{absent!r}] = None\nfrom portable_gdn.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "tpu-report"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{absent} is not installed" in done.stderr
+    assert "pip install 'portable-gdn[tpu]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "chips", "waits"),
+    [
+        ("0.0.42.1", ["v7x"], True),
+        ("0.0.42.1", ["v5e", "v6e", "v7x"], True),
+        ("0.0.42.1", ["v6e"], False),
+        ("0.0.50.1", ["v7x"], False),
+        ("0.1", ["v7x"], False),
+    ],
+)
+def test_a_long_wait_is_announced(version, chips, waits, monkeypatch):
+    from portable_gdn.tpu.scheduling import build
+
+    monkeypatch.setattr(build.metadata, "version", lambda name: version)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
+    assert (build.expected_wait(chips) is not None) == waits

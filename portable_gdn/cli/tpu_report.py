@@ -11,7 +11,8 @@ from rich.table import Table
 from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_reports
 from ..spec.errors import GdnError
 from ..tpu.chips import CHIPS, chip_named
-from .output import console, print_json, progress_bar
+from ..tpu.scheduling.build import expected_wait, missing
+from .output import console, messages, print_json, progress_bar
 
 __all__ = ["tpu_report"]
 
@@ -38,6 +39,9 @@ def tpu_report(
     chips = list(CHIPS) if chip == "all" else [chip]
     HV = heads if value_heads is None else value_heads
     shape = Shape(batch, seqlen, heads, HV, key_dim, value_dim, dtype, groups, sequences)
+    wait = None if missing() else expected_wait(chips)
+    if wait is not None:
+        messages.print(wait, soft_wrap=True)
     with progress_bar("compile") as update:
         update(" ".join(chips), 0, len(chips))
         found = tpu_reports(

@@ -22,10 +22,11 @@ from ...spec.errors import GdnError, bad
 from ..chips import CHIPS, chip_named
 from . import cache
 from .compile import environment
+from .interrupts import interruptible
 from .lower import Call, Lowered, lower
 from .report import Schedule
 
-__all__ = ["missing", "schedule", "schedules"]
+__all__ = ["expected_wait", "missing", "schedule", "schedules"]
 
 
 def missing() -> str | None:
@@ -37,6 +38,23 @@ def missing() -> str | None:
                 "TPU needs, on a machine without one too."
             )
     return None
+
+
+#: The compiler's version in which writing a listing for a v7x took time in proportion to its length.
+PROMPT = (0, 0, 50)
+
+
+def expected_wait(chips: Sequence[str]) -> str | None:
+    """What to expect where compiling for these chips takes long, as a sentence, or None.
+
+    To write listings libtpu packs the bundles several times more. For a v7x version 0.0.42 looks, at each instruction
+    then, through the bundles before it: 130 s for a kernel that is compiled in 14; version 0.0.50 takes 6.
+    """
+    version = metadata.version("libtpu") if importlib.util.find_spec("libtpu") is not None else ""
+    if "v7x" not in chips or tuple(int(n) for n in re.findall(r"\d+", version)[:3]) >= PROMPT:
+        return None
+    slow = f"libtpu {version} takes minutes to write the listing of a large kernel for v7x"
+    return f"{slow}; 0.0.50 (jax 0.12) takes seconds."
 
 
 def schedule(
@@ -92,6 +110,7 @@ def schedules(
     found: dict[str, Schedule | GdnError] = {}
     jobs: list[_Job] = []
     with ExitStack() as stack:
+        stack.enter_context(interruptible())
         for name in dict.fromkeys(chips):
             lowered = lower(chip_named(name), function, args)
             job = _Job.of(name, lowered)
