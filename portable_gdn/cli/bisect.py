@@ -13,7 +13,7 @@ from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile
 from ..harness.suites import SUITES, suite
 from ..spec.errors import GdnError, bad
-from .output import print_json, progress_bar, say, times
+from .output import chosen, print_json, progress_bar, say, times
 
 __all__ = ["bisect"]
 
@@ -46,9 +46,7 @@ def bisect(
     if file is not None and not file.settings.stages:
         raise GdnError(f"{recording}: the recording holds no stages; record again with --stages.")
     first = file if file is not None else backend_for(names[0], settings._replace(emulate=None))
-    cases = [c for c in (file.cases if file is not None else suite(suite_name)) if case is None or case in c.name]
-    if not cases:
-        raise bad("--case", repr(case), "be part of a case's name")
+    cases = chosen(case, file.cases if file is not None else suite(suite_name), "a case's name")
     one_thread()
     with progress_bar("bisect") as update:
         found = run(first, own, cases, settings, update)

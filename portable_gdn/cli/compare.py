@@ -15,8 +15,8 @@ from ..harness.compare import Comparison, TensorComparison, compare_recordings
 from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile, check_target
-from ..spec.errors import GdnError, bad
-from .output import console, print_json, progress_bar, say, show, write_whole
+from ..spec.errors import GdnError
+from .output import chosen, console, print_json, progress_bar, say, show, write_whole
 
 __all__ = ["compare"]
 
@@ -46,15 +46,13 @@ def compare(
         raise GdnError("give either --backend or a second recording to compare with.")
     if other is not None and settings != Settings():
         raise GdnError("two recordings are compared as they were recorded, without --precision and the like.")
-    chosen = None if backend is None else backend_for(backend, settings)
+    own = None if backend is None else backend_for(backend, settings)
     file = RunFile(recording)
-    cases = [c for c in file.cases if case is None or case in c.name]
-    if case is not None and not cases:
-        raise bad("--case", repr(case), "be part of the name of a recorded case")
+    cases = chosen(case, file.cases, "the name of a recorded case")
     one_thread()
     with progress_bar("compare") as update:
-        if chosen is not None:
-            found = run(file, chosen, settings, cases, update)
+        if own is not None:
+            found = run(file, own, settings, cases, update)
         else:
             assert other is not None
             found = compare_recordings(file, RunFile(other), cases, update)

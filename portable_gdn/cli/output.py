@@ -8,8 +8,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..harness.cases import Case
+from ..spec.errors import bad
 from . import interruption
 
 __all__ = [
-    "console", "messages", "plain_progress", "print_json", "progress_bar", "say", "say_verdict", "show", "times",
-    "write_whole",
+    "chosen", "console", "did_you_mean", "messages", "plain_progress", "print_json", "progress_bar", "say",
+    "say_verdict", "show", "times", "write_whole",
 ]  # fmt: skip
 
 #: Columns of a "screen" that is a pipe or a file: nothing is cut or broken there.
@@ -91,6 +94,29 @@ def show(table: Table) -> None:
     _Console(file=console.file, width=needs, highlight=False, emoji=False, force_terminal=console.is_terminal).print(
         table, crop=False
     )
+
+
+def chosen(part: str | None, cases: Sequence[Case], what: str) -> list[Case]:
+    """Cases whose name contains ``part``, or all.
+
+    Args:
+        what: ``part`` must be part of it, for the message.
+
+    Raises:
+        GdnError: there is none; it names similar ones.
+    """
+    found = [case for case in cases if part is None or part in case.name]
+    if part is not None and not found:
+        raise bad("--case", repr(part), f"be part of {what}{did_you_mean(part, [case.name for case in cases])}")
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, for the end of a sentence without its full stop; "" if nothing is similar."""
+    names = {name.lower(): name for name in known}
+    near = get_close_matches(word.lower(), names, 3, 0.5)
+    near += [name for name in names if word.lower() in name and name not in near][: 3 - len(near)]
+    return f" (did you mean {' or '.join(repr(names[name]) for name in near)}?)" if near else ""
 
 
 def times(n: int) -> str:

@@ -260,7 +260,7 @@ def each(
             yield outcome, facts
         return
     with tempfile.TemporaryDirectory() as folder:
-        more = {
+        more: dict[str, Any] = {
             "settings": settings._asdict(),
             "folder": folder,
             "recording": None if recording is None else str(recording),
