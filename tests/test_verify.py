@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -365,7 +366,8 @@ def test_verify_refuses_what_it_does_not_know():
         (("verify", "-b", "nonesuch"), "backend is 'nonesuch'; it must be one of"),
         (("verify", "--case", "nonesuch"), "--case is 'nonesuch'"),
         (("verify", "-o", "nowhere/report.json"), "--output is in nowhere"),
-        (("capture", "nowhere"), "OUT is nowhere"),
+        (("capture", str(Path(__file__))), "which is no folder; it must be a folder"),
+        (("capture", "x", "-m", "qwen_next"), "did you mean 'qwen3_next'"),
         (("verify", "--nonesuch"), "No such option"),
     ):
         done = command(*arguments)

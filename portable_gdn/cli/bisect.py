@@ -23,16 +23,19 @@ def bisect(
         Path | None, typer.Argument(help="A recording with stages, instead of a first backend.")
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="One beside a recording, else two.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One beside a recording, else two.")
     ] = None,
-    suite_name: Annotated[str, typer.Option("--suite", help=f"Without a recording: {', '.join(SUITES)}.")] = "quick",
+    suite_name: Annotated[
+        str, typer.Option("--suite", metavar="NAME", help=f"Without a recording: {', '.join(SUITES)}.")
+    ] = "quick",
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     chunk_size: Annotated[
         int | None, typer.Option(help="Tokens a chunk, on both sides; 64 without a recording.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
     emulate: Annotated[
-        str | None, typer.Option(help="Round as a TPU does at this precision, on the last side.")
+        str | None,
+        typer.Option(help="Round as a TPU does (fast, default or highest), on the last side."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:

@@ -24,7 +24,9 @@ __all__ = ["compare"]
 def compare(
     recording: Annotated[Path, typer.Argument(help="What `portable-gdn record` wrote.")],
     other: Annotated[Path | None, typer.Argument(help="A second recording, instead of a backend.")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", "-b", help="What it is compared with.")] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", "-b", metavar="NAME", help="What it is compared with.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page to look at to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything to this file, as JSON.")
@@ -33,7 +35,7 @@ def compare(
     precision: Annotated[str | None, typer.Option(help="Of this side: fast, default or highest.")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="Of this side, tokens.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of this side: cast q, k and v to it.")] = None,
-    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does at this precision: fast, ....")] = None,
+    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does: fast, default or highest.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:

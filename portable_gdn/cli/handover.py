@@ -22,7 +22,7 @@ __all__ = ["handover"]
 def handover(
     states: Annotated[Path | None, typer.Argument(help="States that another machine wrote with --output.")] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="One, or two: begun on, continued on.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One, or two: begun on, continued on.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Begin only, and write the states here.")

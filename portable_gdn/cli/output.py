@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..harness.cases import Case
+from ..harness.tensor_file import cannot_write
 from ..spec.errors import bad
 from . import interruption
 
@@ -183,10 +184,13 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is either there whole or not there: beside it first, then renamed.
 
     Raises:
-        OSError: it cannot be written; it names the file and, on a full disk, how much there is to write.
+        GdnError: it cannot be written; it names the file and, on a full disk, what it needs.
     """
     data = text.encode()
-    handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise cannot_write(path, len(data), error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -196,7 +200,7 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(name, path)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise cannot_write(path, len(data), error) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

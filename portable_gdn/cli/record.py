@@ -16,16 +16,18 @@ __all__ = ["record"]
 
 
 def record(
-    backend: Annotated[str, typer.Option("--backend", "-b", help="What computes.")],
+    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="What computes.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The recording, a safetensors file.")],
-    suite_name: Annotated[str, typer.Option("--suite", help=f"One of {', '.join(SUITES)}.")] = "standard",
+    suite_name: Annotated[
+        str, typer.Option("--suite", metavar="NAME", help=f"One of {', '.join(SUITES)}.")
+    ] = "standard",
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     stages: Annotated[bool, typer.Option(help="Keep the seven stages too, to tell where machines part.")] = False,
     store_inputs: Annotated[bool, typer.Option("--store-inputs", help="Keep the inputs, not only a hash.")] = False,
     precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="Tokens a chunk.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Cast q, k and v to it.")] = None,
-    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does at this precision: fast, ....")] = None,
+    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does: fast, default or highest.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Run a suite on one backend and write outputs, states and gradients to a file."""

@@ -21,7 +21,7 @@ __all__ = ["verify"]
 
 def verify(
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="Only this backend; may be repeated.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="Only this backend; may be repeated.")
     ] = None,
     full: Annotated[bool, typer.Option(help="Every case on every backend, and the pairwise plan.")] = False,
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,

@@ -29,7 +29,7 @@ from .worker import Worker
 
 __all__ = [
     "CHUNK", "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "forget_programs", "one",
-    "one_thread", "packed_tensors", "serve_run", "unpacked", "with_settings",
+    "one_thread", "packed_tensors", "serve_run", "tell", "unpacked", "with_settings",
 ]  # fmt: skip
 
 #: Tokens between the borders at which a backend without a probe is looked at, unless somebody says another number.
@@ -168,6 +168,15 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     stages, why = _probed(backend, inputs, settings, found)
     known = getattr(backend, "known", lambda case: None)(name) or ""
     return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def tell(progress: Progress | None, cases: Sequence[Case], done: int) -> None:
+    """Report so many cases as done, and the next as the one at work."""
+    if progress is not None:
+        progress(cases[done].name if done < len(cases) else "", done, len(cases))
 
 
 def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Sequence[Any]]:
