@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from importlib import metadata
 from typing import NamedTuple
 
@@ -93,8 +94,10 @@ def get(name: str) -> Backend:
     if isinstance(name, str) and name in _broken:
         raise GdnError(f"backend {name!r} cannot be used: {_broken[name]}.")
     if not isinstance(name, str) or name not in _registry:
-        known = ", ".join(repr(b.name) for b in backends())
-        raise GdnError(f"backend is {name!r}; it must be one of {known}.")
+        names = [b.name for b in backends()]
+        near = get_close_matches(name.lower(), names, 1) if isinstance(name, str) else []
+        guess = f" (did you mean {near[0]!r}?)" if near else ""
+        raise GdnError(f"backend is {name!r}; it must be one of {', '.join(map(repr, names))}{guess}.")
     return _registry[name]
 
 

@@ -326,12 +326,13 @@ def test_what_is_refused_is_no_violation(under_test):
 
 
 def test_bad_arguments(tmp_path):
+    (file := tmp_path / "file").write_text("")
     for arguments, words in (
         (("-b", "nonesuch"), "backend is 'nonesuch'"),
         (("-b", "numpy", "--property", "beauty"), "property is 'beauty'; it must be one of oracle"),
         (("-b", "numpy", "--cases", "0"), "--cases is 0"),
         (("-b", "numpy", "--minutes", "0"), "--minutes is 0"),
-        (("-b", "numpy", "--reproducers", str(tmp_path / "no")), "be a folder that exists"),
+        (("-b", "numpy", "--reproducers", str(file)), "which is no folder; it must be a folder"),
     ):
         with pytest.raises(GdnError, match=words.replace("(", r"\(")):
             CliRunner().invoke(app, ["check", *arguments], catch_exceptions=False)

@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -364,7 +366,8 @@ def test_verify_refuses_what_it_does_not_know():
         (("verify", "-b", "nonesuch"), "backend is 'nonesuch'; it must be one of"),
         (("verify", "--case", "nonesuch"), "--case is 'nonesuch'"),
         (("verify", "-o", "nowhere/report.json"), "--output is in nowhere"),
-        (("capture", "nowhere"), "OUT is nowhere"),
+        (("capture", str(Path(__file__))), "which is no folder; it must be a folder"),
+        (("capture", "x", "-m", "qwen_next"), "did you mean 'qwen3_next'"),
         (("verify", "--nonesuch"), "No such option"),
     ):
         done = command(*arguments)
@@ -402,3 +405,140 @@ def test_info_prints(monkeypatch):
     assert result.exit_code == 0
     for name in HERE:
         assert name in result.stdout
+
+
+# many failures of one fault
+
+
+class Spoiled(ByStages):
+    """Results changed where a case has some trait."""
+
+    def gradients(self, problem, cotangents):
+        result, grads = super().gradients(problem, cotangents)
+        o, state = self.change(problem.signature, np.array(result.o), np.array(result.state))
+        return result._replace(o=o, state=state), grads
+
+
+class DecaySkipped(Spoiled):
+    def change(self, s, o, state):
+        if s.T > 64 and not s.packed:
+            o[:, 64:] *= o.dtype.type(4)
+            state *= np.float32(4)
+        return o, state
+
+
+class HeadsShared(Spoiled):
+    def change(self, s, o, state):
+        if s.HV > s.H and not s.step:
+            o[:, 7:, -1] *= o.dtype.type(4)
+        return o, state
+
+
+class PackedWrong(Spoiled):
+    def change(self, s, o, state):
+        if s.packed:
+            state *= np.float32(4)
+        return o, state
+
+
+class KdaWrong(Spoiled):
+    def change(self, s, o, state):
+        if s.variant.name == "KDA":
+            o *= o.dtype.type(4)
+        return o, state
+
+
+class StateIn16Bits(Spoiled):
+    def change(self, s, o, state):
+        return o, state.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+#: (fault, tensors, words of the cause, words of the first token)
+CAUSES = [
+    (DecaySkipped, {"o", "state"}, "more than 64 tokens", "first token beyond its budget: 64, head"),
+    (HeadsShared, {"o"}, "value heads that share a key head", "first token beyond its budget: 7, head 5"),
+    (PackedWrong, {"state"}, "every packed case", ""),
+    (KdaWrong, {"o"}, "every case of KDA", "first token beyond its budget: 0, head"),
+    (StateIn16Bits, {"state"}, "", ""),
+]
+
+
+SOME = (
+    "one token", "five tokens", "a chunk", "a chunk and a token", "KDA", "DeltaNet", "GLA", "gates half zero", "packed",
+    "gates one -inf", "packed with empties", "left padding", "states [V, K]", "step", "mixer", "softplus gate, KDA",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "tensors", "cause", "first"), CAUSES)
+def test_failures_of_one_fault_are_one_group(under_test, fault, tensors, cause, first):
+    under_test(fault())
+    cases = [c for c in designed() if c.name in SOME]
+    report = verify(["under test"], cases=cases)
+    failing = [row for row in report.rows if not row.ok]
+    assert len(failing) >= 2
+    (group,) = report.groups()
+    assert set(group.tensors) == tensors
+    assert len(group.failing) == len({row.case for row in failing})
+    assert cause in group.cause
+    assert group.first.startswith(first)
+    said = group.sentence()
+    assert said.startswith(f"under test: {', '.join(group.tensors)} in {len(group.failing)} of {group.judged} cases: ")
+    assert ("bfloat16 can hold" in said) == (fault is StateIn16Bits)
+    assert json.loads(json.dumps(report.as_dict()))["groups"][0]["sentence"] == said
+
+
+def test_two_faults_are_two_groups(under_test):
+    class Both(Spoiled):
+        def change(self, s, o, state):
+            o, _ = KdaWrong.change(self, s, o, state)
+            return PackedWrong.change(self, s, o, state)
+
+    under_test(Both())
+    cases = [c for c in designed() if c.name in SOME]
+    found = {group.tensors: group.cause for group in verify(["under test"], cases=cases).groups()}
+    assert found == {("o",): "every case of KDA", ("state",): "every packed case"}
+
+
+def test_the_command_prints_groups_and_every_failure_when_asked(under_test):
+    under_test(DecaySkipped())
+    arguments = ["verify", "-b", "under test", "--case", "gates half"]
+    said = CliRunner().invoke(app, arguments).stdout
+    lines = [line for line in said.splitlines() if "FAILS:" in line]
+    assert len(lines) == 1
+    assert "o, state in" in lines[0]
+    assert "--verbose prints every failure" in said
+    verbose = CliRunner().invoke(app, [*arguments, "--verbose"]).stdout
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    failing = [row for row in report["results"] if not row["ok"]]
+    assert len([line for line in verbose.splitlines() if "FAILS:" in line]) == len(failing) + 1
+    assert {row["token"] for row in failing if row["tensor"] == "o"} == {64}
+
+
+def test_a_fault_in_one_case_names_it(under_test):
+    under_test(Raises())
+    report = verify(["under test"], cases=designed()[:1])
+    (group,) = report.groups()
+    assert "under test: all in 1 of 1 case (one token)" in group.sentence()
+    assert "RuntimeError: out of memory" in group.sentence()
+
+
+def test_names_of_cases_are_listed_and_guessed():
+    found = CliRunner().invoke(app, ["verify", "--list"])
+    assert found.stdout.splitlines() == [case.name for case in cases_for(False)]
+    full = CliRunner().invoke(app, ["verify", "--list", "--full", "--json", "--case", "plan 1"])
+    assert all("plan 1" in name for name in json.loads(full.stdout))
+    for arguments, words in (
+        (("verify", "--case", "one tokn"), r"did you mean 'one token'"),
+        (("record", "-b", "numpy", "-o", "x", "--case", "packd"), r"did you mean 'packed'"),
+        (("handover", "-b", "numpy", "-b", "numpy", "--case", "mixr"), r"did you mean 'mixer'"),
+        (("verify", "-b", "numpi"), r"did you mean 'numpy'"),
+        (("check", "-b", "pallas-interpert"), r"did you mean 'pallas-interpret'"),
+        (("bisect", "-b", "torhc", "-b", "numpy"), r"did you mean 'torch'"),
+    ):
+        with pytest.raises(pg.GdnError, match=words):
+            CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def test_what_a_recording_holds_of_another_library_is_not_said_to_have_run():
+    found = CliRunner().invoke(app, ["verify", "-b", "numpy", "--case", "qwen3_next layer"])
+    assert "2 cases on numpy (and of 2 recorded layer calls of transformers, which did not run here)" in found.stdout

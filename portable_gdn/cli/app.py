@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from . import bisect, capture, check, compare, doctor, gpu_report, handover, info, port, record, tpu_report, verify
+from . import (
+    bisect,
+    capture,
+    check,
+    compare,
+    doctor,
+    gpu_report,
+    handover,
+    info,
+    interruption,
+    port,
+    record,
+    tpu_report,
+    verify,
+)
 
 __all__ = ["app"]
 
@@ -30,11 +44,14 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """One gated delta rule on GPU and TPU, and the proof that they agree."""
+    if context.invoked_subcommand in ("tpu-report", "gpu-report"):
+        interruption.leaves("what was compiled until then may be kept for the next time, and nothing else was written")
 
 
 app.command()(info.info)

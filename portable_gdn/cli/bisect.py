@@ -13,7 +13,7 @@ from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile
 from ..harness.suites import SUITES, suite
 from ..spec.errors import GdnError, bad
-from .output import print_json, progress_bar, say, times
+from .output import chosen, print_json, progress_bar, say, times
 
 __all__ = ["bisect"]
 
@@ -23,16 +23,19 @@ def bisect(
         Path | None, typer.Argument(help="A recording with stages, instead of a first backend.")
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="One beside a recording, else two.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One beside a recording, else two.")
     ] = None,
-    suite_name: Annotated[str, typer.Option("--suite", help=f"Without a recording: {', '.join(SUITES)}.")] = "quick",
+    suite_name: Annotated[
+        str, typer.Option("--suite", metavar="NAME", help=f"Without a recording: {', '.join(SUITES)}.")
+    ] = "quick",
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     chunk_size: Annotated[
         int | None, typer.Option(help="Tokens a chunk, on both sides; 64 without a recording.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
     emulate: Annotated[
-        str | None, typer.Option(help="Round as a TPU does at this precision, on the last side.")
+        str | None,
+        typer.Option(help="Round as a TPU does (fast, default or highest), on the last side."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -46,9 +49,7 @@ def bisect(
     if file is not None and not file.settings.stages:
         raise GdnError(f"{recording}: the recording holds no stages; record again with --stages.")
     first = file if file is not None else backend_for(names[0], settings._replace(emulate=None))
-    cases = [c for c in (file.cases if file is not None else suite(suite_name)) if case is None or case in c.name]
-    if not cases:
-        raise bad("--case", repr(case), "be part of a case's name")
+    cases = chosen(case, file.cases if file is not None else suite(suite_name), "a case's name")
     one_thread()
     with progress_bar("bisect") as update:
         found = run(first, own, cases, settings, update)

@@ -10,25 +10,35 @@ import typer
 from ..harness.capture import MODELS
 from ..harness.capture import capture as run
 from ..spec.errors import bad
-from .output import console, print_json
+from . import interruption
+from .output import did_you_mean, print_json, progress_bar, say
 
 __all__ = ["capture"]
 
 
 def capture(
-    out: Annotated[Path, typer.Argument(help="Folder for the recordings.")],
-    model: Annotated[list[str] | None, typer.Option("--model", "-m", help="Only this model; may be repeated.")] = None,
+    out: Annotated[Path, typer.Argument(help="Folder for the recordings; it is made if it is not there.")],
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", metavar="NAME", help="Only this model; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,
 ) -> None:
     """Run tiny models of transformers on text and write the rule's operands and their own results as safetensors."""
-    if not out.is_dir():
-        raise bad("OUT", str(out), "be a folder that exists")
-    for name in model or []:
+    if out.exists() and not out.is_dir():
+        raise bad("OUT", f"{out}, which is no folder", "be a folder, or a name for one that is made")
+    names = list(dict.fromkeys(model or MODELS))
+    for name in names:
         if name not in MODELS:
-            raise bad("--model", repr(name), f"be one of {', '.join(MODELS)}")
-    written = [run(name, out) for name in model or MODELS]
+            raise bad("--model", repr(name), f"be one of {', '.join(MODELS)}{did_you_mean(name, MODELS)}")
+    written: list[Path] = []
+    with progress_bar("capture") as update:
+        for i, name in enumerate(names):
+            update(name, i, len(names))
+            written.append(run(name, out))
+            files = ", ".join(path.name for path in written)
+            interruption.leaves(f"{files} {'is' if i == 0 else 'are'} whole in {out}, and no other file was written")
     if as_json:
         print_json({"files": [str(path) for path in written]})
     else:
         for path in written:
-            console.print(f"{path}  {path.stat().st_size} bytes")
+            say(f"{path}  {path.stat().st_size} bytes")

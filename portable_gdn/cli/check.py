@@ -14,18 +14,21 @@ from ..harness.compute import one_thread
 from ..harness.fuzz import Fuzzed, fuzz, reproducer
 from ..harness.run_file import check_target
 from ..spec.errors import bad
+from . import interruption
 from .output import print_json, progress_bar, say, say_verdict, show, write_whole
 
 __all__ = ["check"]
 
 
 def check(
-    backend: Annotated[str, typer.Option("--backend", "-b", help="Whose properties.")],
+    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="Whose properties.")],
     cases: Annotated[int, typer.Option(help="Cases in all.")] = 2000,
     minutes: Annotated[float | None, typer.Option(help="Stop after so long.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same cases.")] = 0,
-    only: Annotated[list[str] | None, typer.Option("--property", help="Only this one; may be repeated.")] = None,
-    reproducers: Annotated[Path, typer.Option(help="Folder for one file a failure.")] = Path(),
+    only: Annotated[
+        list[str] | None, typer.Option("--property", metavar="NAME", help="Only this one; may be repeated.")
+    ] = None,
+    reproducers: Annotated[Path, typer.Option(help="Folder for one file per failure; it is made if need be.")] = Path(),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the summary here, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -34,13 +37,14 @@ def check(
         raise bad("--cases", str(cases), "be at least 1")
     if minutes is not None and minutes <= 0:
         raise bad("--minutes", str(minutes), "be positive")
-    if not reproducers.is_dir():
-        raise bad("--reproducers", str(reproducers), "be a folder that exists")
+    if reproducers.exists() and not reproducers.is_dir():
+        raise bad("--reproducers", f"{reproducers}, which is no folder", "be a folder, or a name for one that is made")
     if output is not None:
         check_target(output)
     one_thread()
     with progress_bar("check") as update:
         found = fuzz(backend, cases, None if minutes is None else 60 * minutes, seed, only, progress=update)
+    interruption.leaves("what was found is lost, and no report was written")
     files = [reproducer(failure, reproducers) for failure in found.failures]
     if output is not None:
         write_whole(output, json.dumps(found.as_dict(), indent=1))

@@ -15,8 +15,8 @@ from ..harness.compare import Comparison, TensorComparison, compare_recordings
 from ..harness.compare import compare as run
 from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.run_file import RunFile, check_target
-from ..spec.errors import GdnError, bad
-from .output import console, print_json, progress_bar, say, show, write_whole
+from ..spec.errors import GdnError
+from .output import chosen, console, print_json, progress_bar, say, show, write_whole
 
 __all__ = ["compare"]
 
@@ -24,7 +24,9 @@ __all__ = ["compare"]
 def compare(
     recording: Annotated[Path, typer.Argument(help="What `portable-gdn record` wrote.")],
     other: Annotated[Path | None, typer.Argument(help="A second recording, instead of a backend.")] = None,
-    backend: Annotated[str | None, typer.Option("--backend", "-b", help="What it is compared with.")] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", "-b", metavar="NAME", help="What it is compared with.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page to look at to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything to this file, as JSON.")
@@ -33,7 +35,7 @@ def compare(
     precision: Annotated[str | None, typer.Option(help="Of this side: fast, default or highest.")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="Of this side, tokens.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of this side: cast q, k and v to it.")] = None,
-    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does at this precision: fast, ....")] = None,
+    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does: fast, default or highest.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -46,15 +48,13 @@ def compare(
         raise GdnError("give either --backend or a second recording to compare with.")
     if other is not None and settings != Settings():
         raise GdnError("two recordings are compared as they were recorded, without --precision and the like.")
-    chosen = None if backend is None else backend_for(backend, settings)
+    own = None if backend is None else backend_for(backend, settings)
     file = RunFile(recording)
-    cases = [c for c in file.cases if case is None or case in c.name]
-    if case is not None and not cases:
-        raise bad("--case", repr(case), "be part of the name of a recorded case")
+    cases = chosen(case, file.cases, "the name of a recorded case")
     one_thread()
     with progress_bar("compare") as update:
-        if chosen is not None:
-            found = run(file, chosen, settings, cases, update)
+        if own is not None:
+            found = run(file, own, settings, cases, update)
         else:
             assert other is not None
             found = compare_recordings(file, RunFile(other), cases, update)

@@ -14,7 +14,7 @@ from ..harness.compute import Settings, backend_for, one_thread
 from ..harness.handover import CASES, Carried, begin, finish, load, save
 from ..harness.run_file import check_target
 from ..spec.errors import GdnError, bad
-from .output import print_json, progress_bar, say, say_verdict, show, times
+from .output import chosen, print_json, progress_bar, say, say_verdict, show, times
 
 __all__ = ["handover"]
 
@@ -22,7 +22,7 @@ __all__ = ["handover"]
 def handover(
     states: Annotated[Path | None, typer.Argument(help="States that another machine wrote with --output.")] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="One, or two: begun on, continued on.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One, or two: begun on, continued on.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Begin only, and write the states here.")
@@ -39,9 +39,7 @@ def handover(
         raise GdnError("STATES and --output are both given; states are continued from, or written.")
     if output is not None:
         check_target(output)
-    cases = [c for c in CASES if case is None or case in c.name]
-    if not cases:
-        raise bad("--case", repr(case), f"be part of one of {', '.join(repr(c.name) for c in CASES)}")
+    cases = chosen(case, CASES, f"one of {', '.join(repr(c.name) for c in CASES)}")
     one_thread()
     refused: dict[str, str] = {}
     failed: dict[str, str] = {}

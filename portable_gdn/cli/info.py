@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -14,7 +18,7 @@ from rich.table import Table
 from .. import __version__, dispatch
 from ..spec.problem import Meta, Options
 from ..spec.rules import make_signature
-from .output import console, print_json
+from .output import console, print_json, say
 
 __all__ = ["info"]
 
@@ -41,30 +45,47 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
     if as_json:
         print_json(facts)
         return
-    console.print(f"portable-gdn {facts['version']}, Python {facts['python']}, {facts['machine']}")
-    table = Table("package", "version", title="Packages", title_justify="left")
+    say(f"portable-gdn {facts['version']}, Python {facts['python']}, {facts['machine']}")
+    table = _table("Packages", "package", "version")
     for name, version in facts["packages"].items():
-        extra = PACKAGES[name]
-        table.add_row(name, version or f"missing; pip install 'portable-gdn\\[{extra}]' brings it")
+        table.add_row(name, version or f"missing; {_install(PACKAGES[name])} brings it")
     console.print(table)
-    table = Table("library", "devices", title="Devices", title_justify="left")
+    table = _table("Devices", "library", "devices")
     for name, devices in facts["devices"].items():
         table.add_row(name, devices)
     console.print(table)
-    table = Table("backend", "takes", "by itself", "here", title="Backends, in the order tried", title_justify="left")
+    table = _table("Backends, in the order tried", "backend", "takes", "by itself", "here")
     for item in facts["backends"]:
-        table.add_row(
-            item["name"],
-            ", ".join(item["takes"]),
-            "yes" if item["auto"] else "by name only",
-            item["unavailable"] or "runs",
-        )
+        takes, auto = ", ".join(item["takes"]), "yes" if item["auto"] else "by name only"
+        table.add_row(item["name"], takes, auto, item["unavailable"] or "runs")
     console.print(table)
-    table = Table("a call with", "runs on", "others", title="What would run", title_justify="left")
-    for item in facts["would_run"]:
-        others = "; ".join(f"{name}: {why}" for name, why in item["passed_over"].items())
-        table.add_row(f"{item['library']} arrays on {item['device']}", item["backend"] or "nothing", others)
-    console.print(table)
+    say(facts["sentence"])
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table in whose last column alone lines may be broken."""
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(columns):
+        table.add_column(name, no_wrap=i + 1 < len(columns))
+    return table
+
+
+def _install(extra: str | None) -> str:
+    return f"pip install 'portable-gdn{f'[{extra}]' if extra else ''}'"
+
+
+def _sentence(places: list[dict[str, Any]], packages: dict[str, str | None]) -> str:
+    """What would run here, and what to install for more."""
+    runs: dict[str, list[str]] = {}
+    for item in places:
+        runs.setdefault(item["backend"] or "nothing", []).append(f"{item['library']} arrays on {item['device']}")
+    said = "Here a call with " + "; with ".join(f"{' or '.join(what)} runs on {name}" for name, what in runs.items())
+    extras: dict[str, list[str]] = {}
+    for name, version in packages.items():
+        if version is None:
+            extras.setdefault(_install(PACKAGES[name]), []).append(name)
+    more = "; ".join(f"{command} ({', '.join(names)})" for command, names in extras.items())
+    return f"{said}. For more: {more}." if more else f"{said}."
 
 
 def _version(name: str) -> str | None:
@@ -76,11 +97,13 @@ def _version(name: str) -> str | None:
 
 def _facts() -> dict[str, Any]:
     devices, places = _devices()
+    packages = {name: _version(name) for name in PACKAGES}
+    would_run = [_would_run(library, device) for library, device in places]
     return {
         "version": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
         "devices": devices,
         "backends": [
             *(
@@ -92,7 +115,8 @@ def _facts() -> dict[str, Any]:
                 for name, why in dispatch.broken().items()
             ),
         ],
-        "would_run": [_would_run(library, device) for library, device in places],
+        "would_run": would_run,
+        "sentence": _sentence(would_run, packages),
     }
 
 
@@ -104,13 +128,29 @@ def _devices() -> tuple[dict[str, str], list[tuple[str, str]]]:
             text[name] = f"{name} is not installed"
             continue
         try:
-            found = look()
+            with _quiet():
+                found = look()
         except Exception as error:  # a broken installation is what this command is for
             text[name] = f"{name} does not start: {type(error).__name__}: {error}"
             continue
         text[name] = ", ".join(f"{platform} ({what})" for platform, what in found.items())
         places += [(name, platform) for platform in found]
     return text, places
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what a driver writes to standard error while it looks for its device; what it raises is told."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _jax_devices() -> dict[str, str]:

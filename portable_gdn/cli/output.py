@@ -8,8 +8,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..harness.cases import Case
+from ..harness.tensor_file import cannot_write
+from ..spec.errors import bad
 from . import interruption
 
 __all__ = [
-    "console", "messages", "plain_progress", "print_json", "progress_bar", "say", "say_verdict", "show", "times",
-    "write_whole",
+    "chosen", "console", "did_you_mean", "messages", "plain_progress", "print_json", "progress_bar", "say",
+    "say_verdict", "show", "times", "write_whole",
 ]  # fmt: skip
 
 #: Columns of a "screen" that is a pipe or a file: nothing is cut or broken there.
@@ -93,6 +97,29 @@ def show(table: Table) -> None:
     )
 
 
+def chosen(part: str | None, cases: Sequence[Case], what: str) -> list[Case]:
+    """Cases whose name contains ``part``, or all.
+
+    Args:
+        what: ``part`` must be part of it, for the message.
+
+    Raises:
+        GdnError: there is none; it names similar ones.
+    """
+    found = [case for case in cases if part is None or part in case.name]
+    if part is not None and not found:
+        raise bad("--case", repr(part), f"be part of {what}{did_you_mean(part, [case.name for case in cases])}")
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, for the end of a sentence without its full stop; "" if nothing is similar."""
+    names = {name.lower(): name for name in known}
+    near = get_close_matches(word.lower(), names, 3, 0.5)
+    near += [name for name in names if word.lower() in name and name not in near][: 3 - len(near)]
+    return f" (did you mean {' or '.join(repr(names[name]) for name in near)}?)" if near else ""
+
+
 def times(n: int) -> str:
     """ "not at all", "once", "twice", "3 times"."""
     return ("not at all", "once", "twice")[n] if n < 3 else f"{n} times"
@@ -157,10 +184,13 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is either there whole or not there: beside it first, then renamed.
 
     Raises:
-        OSError: it cannot be written; it names the file and, on a full disk, how much there is to write.
+        GdnError: it cannot be written; it names the file and, on a full disk, what it needs.
     """
     data = text.encode()
-    handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent or Path(), prefix=path.name, suffix=".part")
+    except OSError as error:
+        raise cannot_write(path, len(data), error) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -170,7 +200,7 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(name, path)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise cannot_write(path, len(data), error) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -11,21 +11,23 @@ from rich import box
 from rich.table import Table
 
 from ..harness.compute import one_thread
-from ..harness.verify import Report, Row, cases_for
+from ..harness.verify import RECORDED, Report, Row, cases_for
 from ..harness.verify import verify as run
 from ..spec.errors import bad
-from .output import console, print_json, progress_bar, write_whole
+from .output import chosen, console, print_json, progress_bar, say, say_verdict, show, write_whole
 
 __all__ = ["verify"]
 
 
 def verify(
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="Only this backend; may be repeated.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="Only this backend; may be repeated.")
     ] = None,
     full: Annotated[bool, typer.Option(help="Every case on every backend, and the pairwise plan.")] = False,
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every failure, beside their groups.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Print the names of the cases, and run none.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")
@@ -34,20 +36,19 @@ def verify(
     """Compare every backend that runs here with the float64 oracle: outputs, states and gradients."""
     if output is not None and not output.parent.is_dir():
         raise bad("--output", f"in {output.parent}, which is no folder", "name a file in a folder that exists")
-    cases = cases_for(full)
-    if case is not None:
-        cases = [c for c in cases if case in c.name]
-        if not cases:
-            raise bad("--case", repr(case), "be part of a case's name" + ("" if full else " (more cases: --full)"))
+    cases = chosen(case, cases_for(full), "a case's name" + ("" if full else " (more cases: --full)"))
+    if listing:
+        print_json([c.name for c in cases]) if as_json else print(*(c.name for c in cases), sep="\n")
+        return
     one_thread()
     with progress_bar("verify") as update:
-        report = run(backend or None, full or case is not None, cases, update)
+        report = run(backend or None, full or case is not None, cases, update, spread=True)
     if output is not None:
         write_whole(output, json.dumps(report.as_dict(), indent=1))
     if as_json:
         print_json(report.as_dict())
     else:
-        _print(report, all_rows)
+        _print(report, all_rows, verbose)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -85,42 +86,60 @@ def _table(title: str, rows: list[Row], case: str) -> None:
         table.add_column(case, no_wrap=True, overflow="ellipsis")
     for row in rows:
         _row(table, row, narrow)
-    console.print(table)
+    show(table)
 
 
-def _print(report: Report, all_rows: bool) -> None:
-    groups: dict[tuple[str, str], list[Row]] = {}
+def _print(report: Report, all_rows: bool, verbose: bool) -> None:
+    kinds: dict[tuple[str, str], list[Row]] = {}
     for row in report.rows:
-        groups.setdefault((row.backend, row.tensor), []).append(row)
-    worst = [max(rows, key=lambda r: (not r.ok, r.judged, _share(r))) for _, rows in sorted(groups.items())]
+        kinds.setdefault((row.backend, row.tensor), []).append(row)
+    worst = [max(rows, key=lambda r: (not r.ok, r.judged, _share(r))) for _, rows in sorted(kinds.items())]
     _table(
         "Relative error against the float64 oracle: the case of each tensor that uses most of its budget", worst, "case"
     )
     if all_rows:
         _table("Every result", report.rows, "case")
-    else:
-        for row in report.rows:
-            if not row.ok or not row.judged:
-                what = "FAILS" if not row.ok else "not judged, ill-conditioned" if not row.note else "not judged"
-                console.print(
-                    f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
-                    f"budget {_figure(row.budget)} (head {row.head}) {row.note}"
-                )
+    for row in report.rows:
+        if verbose and not row.ok:
+            first = "" if row.token is None else f"; from token {row.token}, head {row.token_head}, on"
+            _line("FAILS", row, f"(head {row.head}){first}")
+        if row.ok and not row.judged and not all_rows:
+            _line("not judged" if row.note else "not judged, ill-conditioned", row, f"(head {row.head})")
+    groups = report.groups()
+    for group in groups:
+        say(f"  FAILS: {group.sentence()}", "bold red")
+    if groups and not verbose:
+        say("  (--verbose prints every failure, --all every result)")
     if report.not_run:
-        console.print("Not run:")
+        say("Not run:")
         reasons: dict[tuple[str, str], list[str]] = {}
         for item in report.not_run:
             reasons.setdefault((item.backend, item.why), []).append(item.case)
         for (backend, why), cases in reasons.items():
             what = cases[0] if len(cases) == 1 else f"{len(cases)} cases ({', '.join(cases[:3])}, ...)"
-            console.print(f"  {backend}: {what}: {why}")
+            say(f"  {backend}: {what}: {why}")
     judged = sum(row.judged for row in report.rows)
     failed = sum(not row.ok for row in report.rows)
-    cases_run = len({row.case for row in report.rows})
-    backends = ", ".join(dict.fromkeys(row.backend for row in report.rows))
     if report.ok:
-        console.print(f"[green]holds[/]: {judged} results of {cases_run} cases on {backends}")
+        say_verdict(True, f"{judged} results of {_where(report)}")
     elif not judged:
-        console.print("[bold red]fails[/]: nothing could be compared")
+        say_verdict(False, "nothing could be compared")
     else:
-        console.print(f"[bold red]fails[/]: {failed} of {judged} results of {cases_run} cases on {backends}")
+        say_verdict(False, f"{failed} of {judged} results of {_where(report)}")
+
+
+def _line(what: str, row: Row, more: str) -> None:
+    say(
+        f"  {what}: {row.backend}, {row.case}, {row.tensor}: error {_figure(row.error)}, "
+        f"budget {_figure(row.budget)} {more} {row.note}".rstrip()
+    )
+
+
+def _where(report: Report) -> str:
+    """How many cases on which backends; what a recording holds of another library was not run here."""
+    cases = len({row.case for row in report.rows})
+    names = list(dict.fromkeys(row.backend for row in report.rows if row.backend != RECORDED))
+    recorded = len({row.case for row in report.rows if row.backend == RECORDED})
+    said = f"{cases} case{'' if cases == 1 else 's'} on {', '.join(names)}"
+    kept = f"{recorded} recorded layer call{'' if recorded == 1 else 's'} of {RECORDED}, which did not run here"
+    return said + (f" (and of {kept})" if recorded else "")

@@ -10,7 +10,7 @@ from typing import Any
 from ..spec.backend import Backend
 from .cases import Case, Inputs, build
 from .compare import CaseComparison, SideFacts, compare_case, finite
-from .compute import CHUNK, Outcome, Settings, each, with_settings
+from .compute import CHUNK, Outcome, Settings, each, tell, with_settings
 from .run_file import RunFile
 from .statistics import and_list
 
@@ -119,9 +119,8 @@ def bisect(
     found = Bisected(a.label, b.label)
     path = first.path if isinstance(first, RunFile) else None
     mine = each(second, cases, settings, inputs, path)
+    tell(progress, cases, 0)
     for i, (case, x, (y, _)) in enumerate(zip(cases, theirs, mine, strict=True)):
-        if progress is not None:
-            progress(case.name, i, len(cases))
         for side, outcome in ((a, x), (b, y)):
             if outcome.status != "done":
                 found.skipped[case.name] = f"{side.label}: {outcome.why}"
@@ -129,4 +128,5 @@ def bisect(
         else:
             given = first.recorded_inputs(case) if isinstance(first, RunFile) else with_settings(build(case), settings)
             found.cases.append(compare_case(case, x, y, given, with_settings(inputs(case), settings), a, b))
+        tell(progress, cases, i + 1)
     return found

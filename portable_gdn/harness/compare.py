@@ -18,7 +18,7 @@ from ..spec.errors import GdnError
 from ..spec.precision import Rounding
 from ..spec.problem import Signature
 from .cases import Case, Inputs
-from .compute import Outcome, Settings, each, with_settings
+from .compute import Outcome, Settings, each, tell, with_settings
 from .judge import Expectation, Verdict, allowance, by_head, first_beyond, judge, only_bfloat16
 from .parting import Run, by_stages
 from .run_file import RunFile
@@ -209,13 +209,13 @@ def compare(
     result = Comparison(_recorded_side(recording), _own_side(backend, settings, {}))
     by_name = {case.name: case for case in chosen}
     mine = each(backend, chosen, settings, recording.inputs, recording.path)
+    tell(progress, chosen, 0)
     for i, (outcome, facts) in enumerate(mine):
         result.b = result.b._replace(environment=facts)
         case = by_name[outcome.case]
-        if progress is not None:
-            progress(case.name, i, len(chosen))
         given = with_settings(recording.inputs(case), settings)
         _add(result, case, recording.outcome(case), outcome, recording.recorded_inputs(case), given)
+        tell(progress, chosen, i + 1)
     return _something(result, recording, backend.name, len(chosen))
 
 
@@ -234,8 +234,7 @@ def compare_recordings(
     if result.a.label == result.b.label:
         result.b = result.b._replace(label=f"{result.b.label}, second")
     for i, case in enumerate(chosen):
-        if progress is not None:
-            progress(case.name, i, len(chosen))
+        tell(progress, chosen, i)
         if case not in second.cases:
             result.not_compared[case.name] = f"{result.b.label}: it holds no such case"
             continue

@@ -31,7 +31,7 @@ from .worker import Worker
 
 __all__ = [
     "CHUNK", "Outcome", "Settings", "Stages", "as_json", "backend_for", "computed", "each", "forget_programs", "one",
-    "one_thread", "packed_tensors", "serve_run", "unpacked", "with_settings",
+    "one_thread", "packed_tensors", "serve_run", "tell", "unpacked", "with_settings",
 ]  # fmt: skip
 
 #: Tokens between the borders at which a backend without a probe is looked at, unless somebody says another number.
@@ -174,6 +174,15 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
     return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
 
 
+Progress = Callable[[str, int, int], None]
+
+
+def tell(progress: Progress | None, cases: Sequence[Case], done: int) -> None:
+    """Report so many cases as done, and the next as the one at work."""
+    if progress is not None:
+        progress(cases[done].name if done < len(cases) else "", done, len(cases))
+
+
 def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Sequence[Any]]:
     """What serves the calls within, as far as the backend tells; a call without tokens is served by none."""
     s = problem.signature
@@ -263,7 +272,7 @@ def each(
             yield outcome, facts
         return
     with tempfile.TemporaryDirectory() as folder:
-        more = {
+        more: dict[str, Any] = {
             "settings": settings._asdict(),
             "folder": folder,
             "recording": None if recording is None else str(recording),

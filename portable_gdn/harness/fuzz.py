@@ -208,6 +208,7 @@ def reproducer(failure: Failure, folder: Path) -> Path:
         for f in fields(Case)
         if f.name == "name" or getattr(failure.case, f.name) != getattr(plain, f.name)
     )
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.backend}-{failure.property}.py".replace(" ", "-")
     first = failure.sentence.splitlines()[0] if failure.sentence else "it fails"
     path.write_text(

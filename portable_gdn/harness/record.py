@@ -10,7 +10,7 @@ import numpy as np
 
 from ..spec.backend import Backend
 from .cases import Case, build
-from .compute import Settings, each
+from .compute import Settings, each, tell
 from .run_file import RunWriter, check_target
 
 __all__ = ["Recorded", "record"]
@@ -43,10 +43,9 @@ def record(
     derived = backend.derived_stages
     with RunWriter(path, suite, backend.name, settings, derived, store_inputs) as out:
         by_name = {case.name: case for case in cases}
+        tell(progress, cases, 0)
         for i, (outcome, out.environment) in enumerate(each(backend, cases, settings)):
             case = by_name[outcome.case]
-            if progress is not None:
-                progress(case.name, i, len(cases))
             out.add(case, build(case), outcome)
             broken = [n for n, a in outcome.tensors.items() if not np.isfinite(np.asarray(a, np.float64)).all()]
             if outcome.status == "refused":
@@ -55,4 +54,5 @@ def record(
                 failed[case.name] = outcome.why or f"{', '.join(broken)}: values that are not finite"
             else:
                 done += 1
+            tell(progress, cases, i + 1)
     return Recorded(done, refused, failed)

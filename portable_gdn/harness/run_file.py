@@ -32,7 +32,7 @@ from ..spec.precision import Rounding
 from ..spec.problem import GateKind, Options
 from .cases import Case, Inputs, build
 from .compute import Outcome, Settings, as_json, packed_tensors, unpacked, with_settings
-from .suites import SUITE_VERSION, SUITES
+from .suites import READABLE, SUITE_VERSION, SUITES
 from .tensor_file import TensorFile, TensorWriter
 
 __all__ = ["FORMAT", "VERSION", "RunFile", "RunWriter", "digest", "inputs_digest"]
@@ -150,10 +150,10 @@ class RunFile:
             self.suite, version = str(suite["name"]), str(suite["version"])
         except (KeyError, TypeError, ValueError) as error:
             raise GdnError(f"{path}: the recording's metadata are not valid.") from error
-        if self.suite not in SUITES or version != SUITE_VERSION:
+        if self.suite not in SUITES or version not in READABLE:
             raise GdnError(
                 f"{path}: the recording is of suite {self.suite!r}, version {version!r}; this portable-gdn knows "
-                f"{', '.join(SUITES)} of version {SUITE_VERSION!r}."
+                f"{', '.join(SUITES)} of versions {' and '.join(map(repr, READABLE))}."
             )
         try:
             self.settings = Settings(**settings)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..spec.errors import bad
 from .cases import Case, cases_named, designed, pairwise, recorded
 
-__all__ = ["SUITES", "SUITE_VERSION", "suite"]
+__all__ = ["READABLE", "SUITES", "SUITE_VERSION", "suite"]
 
 SUITE_VERSION = "2"
+#: Versions whose recordings are read: their recipes are in the file, and inputs are held against its hashes.
+READABLE = ("1", "2")
 
 _QUICK = (
     "one token", "a chunk and a token", "KDA", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf", "packed with empties",

@@ -7,12 +7,14 @@ interrupted writer leaves nothing behind.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +24,7 @@ import numpy as np
 
 from ..spec.errors import GdnError
 
-__all__ = ["TensorFile", "TensorWriter"]
+__all__ = ["TensorFile", "TensorWriter", "cannot_write"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -36,6 +38,16 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def cannot_write(path: Path, nbytes: int, error: OSError) -> GdnError:
+    """The error of a file that cannot be written: which, why, what it needs and what is free."""
+    said = f"{path}: the file cannot be written ({error.strerror or error})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return GdnError(f"{said}.")
+    free = shutil.disk_usage(path.parent).free
+    need = f"it needs more than {nbytes / 2**20:.1f} MiB" if nbytes else "it needs space"
+    return GdnError(f"{said}; {need}, twice that while it is put together, and {free / 2**20:.1f} MiB are free.")
+
+
 class TensorWriter:
     """``with TensorWriter(path) as out: out.add(name, array)``; the file is there once the block has ended well."""
 
@@ -43,7 +55,10 @@ class TensorWriter:
         self.path = path
         self.metadata: dict[str, str] = {}
         self._entries: dict[str, Any] = {}
-        self._data = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+        try:
+            self._data = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise cannot_write(path, 0, error) from error
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -52,7 +67,11 @@ class TensorWriter:
         """Append one tensor."""
         array = np.ascontiguousarray(array)
         begin = self._data.tell()
-        self._data.write(array.tobytes())
+        try:
+            self._data.write(array.tobytes())
+            self._data.flush()
+        except OSError as error:
+            raise cannot_write(self.path, begin + array.nbytes, error) from error
         self._entries[name] = {
             "dtype": _NAMES[array.dtype],
             "shape": list(array.shape),
@@ -63,8 +82,12 @@ class TensorWriter:
         try:
             if kind is None:
                 self._finish()
+        except OSError as error:
+            size = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
+            raise cannot_write(self.path, size, error) from error
         finally:
-            self._data.close()
+            with suppress(OSError):  # what is still to be written to an unnamed file is not missed
+                self._data.close()
 
     def _finish(self) -> None:
         header = json.dumps({"__metadata__": self.metadata, **self._entries}, separators=(",", ":")).encode()

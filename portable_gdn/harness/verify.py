@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,9 +13,10 @@ from .. import dispatch
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
-from .cases import Case, build, designed, pairwise, recorded, strengths
+from .cases import Case, Inputs, build, designed, pairwise, recorded, strengths
 from .compute import Settings, one
-from .judge import Expectation, judge
+from .grouping import Group, groups
+from .judge import Expectation, first_beyond, judge, only_bfloat16
 from .truth import Truth
 from .worker import Worker
 
@@ -22,7 +24,11 @@ __all__ = ["NotRun", "Report", "Row", "cases_for", "in_quick_proof", "verify"]
 
 
 class Row(NamedTuple):
-    """One line of the report: a tensor of a case on a backend."""
+    """One line of the report: a tensor of a case on a backend.
+
+    token, token_head: of a tensor with tokens that fails, the first token that is beyond its budget (of a gradient the
+    last, where its fault begins), in its sequence, and a head in which it is.
+    """
 
     backend: str
     case: str
@@ -34,6 +40,8 @@ class Row(NamedTuple):
     judged: bool
     head: int
     note: str = ""
+    token: int | None = None
+    token_head: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: figures that are not finite become strings."""
@@ -59,16 +67,32 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    cases: list[Case] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether something was judged and all of it holds."""
         return any(row.judged for row in self.rows) and all(row.ok for row in self.rows)
 
+    def groups(self) -> list[Group]:
+        """The failures by likely cause."""
+        return groups(self.rows, self.cases)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "ok": self.ok,
+            "groups": [
+                {
+                    "backend": group.backend,
+                    "tensors": group.tensors,
+                    "cases": group.failing,
+                    "cause": group.cause,
+                    "first": group.first,
+                    "sentence": group.sentence(),
+                }
+                for group in self.groups()
+            ],
             "results": [row.as_dict() for row in self.rows],
             "not_run": [item._asdict() for item in self.not_run],
             "seconds": self.seconds,
@@ -97,6 +121,7 @@ def verify(
     cases: Sequence[Case] | None = None,
     progress: Progress | None = None,
     in_process: bool = False,
+    spread: bool = False,
 ) -> Report:
     """Run the proof.
 
@@ -106,17 +131,24 @@ def verify(
         cases: instead of those of the quick or full proof.
         progress: called with (what, done, of).
         in_process: keep backends that want a process of their own in this one.
+        spread: give those that XLA interprets on a CPU one, too, whose compiler takes less trouble.
 
     Raises:
         GdnError: a backend asked for does not exist or cannot run here.
     """
     report = Report()
     chosen = list(_chosen(names, report))
-    cases = cases_for(full) if cases is None else list(cases)
-    apart = [] if in_process else [backend for backend in chosen if backend.own_process]
+    cases = report.cases = cases_for(full) if cases is None else list(cases)
+    eased = INTERPRETED if spread else ()
+    apart = [b for b in chosen if not in_process and (b.own_process or b.name in eased)]
     together = [backend for backend in chosen if backend not in apart]
     workers = [
-        Worker(backend.name, [case for case in cases if full or in_quick_proof(backend, case)], full=full)
+        Worker(
+            backend.name,
+            [case for case in cases if full or in_quick_proof(backend, case)],
+            environment=_less_trouble() if backend.name in eased else None,
+            full=full,
+        )
         for backend in apart
     ]
     total = (len(cases) if together else 0) + sum(len(worker.cases) for worker in workers)
@@ -144,7 +176,19 @@ def verify(
     return report
 
 
+#: Kernels for another device that XLA's CPU compiler runs for the proof's sake. How well it optimises the interpreter
+#: is no part of the proof, and without that it takes half the time.
+INTERPRETED = ("pallas-interpret",)
+RECORDED = "transformers"  # whose results recordings of layers hold
+ONLY_BFLOAT16 = "every value is one that bfloat16 can hold: it was rounded to bfloat16"
 LEFT = "left to --full: each new shape costs it seconds"
+
+
+def _less_trouble() -> dict[str, str]:
+    """Environment in which XLA's CPU compiler leaves optimisations out, unless somebody asked for a level."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    level = "--xla_backend_optimization_level"
+    return {} if level in flags else {"XLA_FLAGS": f"{flags} {level}=0".strip()}
 
 
 def _take(answer: dict[str, Any], backend: str, report: Report) -> None:
@@ -202,16 +246,25 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
         expectation = truth.by_stages() if backend.name == "numpy" else truth.expectation(outcome.rounding)
         remark, known = getattr(backend, "remark", ""), getattr(backend, "known", None)
         _compare(
-            backend.name, case, outcome.tensors, expectation, s, report, remark, known(case.name) if known else None
+            backend.name,
+            case,
+            inputs,
+            outcome.tensors,
+            expectation,
+            s,
+            report,
+            remark,
+            known(case.name) if known else None,
         )
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
-        _compare("transformers", case, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
+        _compare(RECORDED, case, inputs, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
 
 
 def _compare(
     name: str,
     case: Case,
+    inputs: Inputs,
     found: dict[str, np.ndarray],
     e: Expectation,
     s: Any,
@@ -228,4 +281,13 @@ def _compare(
         verdict = judge(tensor, found[tensor], e, s)
         if not verdict.ok and known is not None and np.isfinite(verdict.error):
             verdict, said = verdict._replace(ok=True, judged=False), known
-        report.rows.append(Row(name, case.name, *verdict, said))
+        place = None
+        if not verdict.ok:
+            starts = inputs.operands.get("cu_seqlens")
+            place = first_beyond(tensor, np.asarray(found[tensor]), e, s, starts)
+            if found[tensor].shape == e.exact[tensor].shape and only_bfloat16(
+                np.asarray(found[tensor]), e.exact[tensor]
+            ):
+                said = "; ".join([said, ONLY_BFLOAT16] if said else [ONLY_BFLOAT16])
+        where = (None, None) if place is None else (place.token, place.head)
+        report.rows.append(Row(name, case.name, *verdict, said, *where))

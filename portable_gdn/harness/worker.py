@@ -8,12 +8,13 @@ to standard error. A child that ends early fails every case that it has not answ
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,14 +26,22 @@ __all__ = ["Worker"]
 class Worker:
     """A child process at work on one backend; iterate ``answers`` to collect, ``close`` to end it."""
 
-    def __init__(self, backend: str, cases: Sequence[Case], task: str = "verify", **more: Any) -> None:
-        """``task`` and ``more``: what ``serve.py`` shall do with each case."""
+    def __init__(
+        self,
+        backend: str,
+        cases: Sequence[Case],
+        task: str = "verify",
+        environment: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        """``task`` and ``more``: what ``serve.py`` shall do with each case. ``environment``: variables of the child."""
         self.backend, self.cases = backend, list(cases)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "portable_gdn.harness.serve"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env={**os.environ, **(environment or {})},
         )  # fmt: skip
         recipes = [asdict(case) for case in self.cases]
         order = json.dumps({"task": task, "backend": backend, "cases": recipes, **more})

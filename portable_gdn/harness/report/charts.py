@@ -116,7 +116,9 @@ def histogram(shares: Sequence[Mapping[str, float]], names: Sequence[str]) -> Ma
     for j, kind in enumerate(kinds):
         if len(kinds) <= 8 or j % 2 == 0:
             label = kind if kind in ("0", "more") else f"≤{kind}"
-            body.append(_text(slot * (j + 0.5), height - 2, label, "tick", "middle"))
+            half = 3.0 * len(label)  # of its width, about: at the edges it must not be cut off
+            x = min(max(slot * (j + 0.5), half), width - half)
+            body.append(_text(x, height - 2, label, "tick", "middle"))
         for i, side in enumerate(shares):
             share = side.get(kind, 0.0)
             tall = (height - bottom - 8) * share
