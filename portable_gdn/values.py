@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .spec.errors import GdnError, bad
-from .spec.operands import DIFFERENTIABLE, GATES, PER_TOKEN
+from .spec.operands import DIFFERENTIABLE, PER_TOKEN, WRITE_GATES
 from .spec.problem import Signature
 
 __all__ = ["check"]
@@ -17,8 +17,6 @@ Array = Any
 
 #: A log decay may be -inf, and has rules of its own.
 FINITE = tuple(name for name in DIFFERENTIABLE if name != "g")
-#: Gates that must lie in [0, 2].
-_BOUNDED = tuple(name for name in GATES if name != "g")
 
 
 def check(s: Signature, operands: dict[str, Array]) -> None:
@@ -82,7 +80,7 @@ def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[t
         else:
             yield xp.all(xp.logical_not(xp.isnan(g))), "g holds NaN; it must be a log decay, <= 0 (-inf is a reset)."
             yield xp.all(g <= 0), "g holds positive values; it must be a log decay, <= 0."
-    for name in _BOUNDED:
+    for name in WRITE_GATES:
         if name in operands:
             x = seen(name)
             yield xp.all((x >= 0) & (x <= 2)), f"{name} holds values outside [0, 2]; it must lie within."

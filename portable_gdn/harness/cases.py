@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ..spec.operands import DIFFERENTIABLE, PER_TOKEN, WITH_TOKENS, without_tokens
 from ..spec.problem import GateKind, Options
 from . import recordings
 from .randoms import log, normal, uniform
@@ -24,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Operands [B, T, ...] or, of a single step, [B, ...].
-TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "mask", "segment_ids")
+TOKENS = WITH_TOKENS
 #: Decay kinds; -104 and less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
 PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63, 65, 0)}
@@ -183,12 +184,12 @@ def build(c: Case) -> Inputs:
         x["segment_ids"] = np.cumsum(uniform(c.seed, "segments", (B, T)) < 4 / max(T, 1), axis=1).astype(np.int32)
     if c.layout in ("left padding", "right padding", "holes"):
         x["mask"] = _mask(c, B, T)
-        for name in TOKENS:
-            if name in x and name not in ("mask", "segment_ids"):
+        for name in PER_TOKEN:
+            if name in x:
                 x[name][~x["mask"]] = np.nan  # padding may hold anything
     step = c.layout == "step"
     if step:
-        x = {name: a[:, 0] if name in ("q", "k", "v", "g", "beta", "erase", "write") else a for name, a in x.items()}
+        x = without_tokens(x)
     kind = None if c.gate is None else GateKind(None if c.gate == "softplus" else -5.0)
     options = Options(
         output_final_state=True,
@@ -222,8 +223,7 @@ def _from_recording(c: Case) -> Inputs:
     assert c.source is not None
     path = next(p for p in recordings.bundled() if p.name == c.source)
     recording = recordings.load(path)
-    names = ("q", "k", "v", "g", "beta", "initial_state")
-    x = {name: recording.arrays[c.prefix + name] for name in names if c.prefix + name in recording.arrays}
+    x = {name: recording.arrays[c.prefix + name] for name in DIFFERENTIABLE if c.prefix + name in recording.arrays}
     o, state = recording.arrays[c.prefix + "o"], recording.arrays[c.prefix + "state"]
     options = Options(
         scale=float(recording.metadata["scale"]),

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from .. import dispatch, door
 from ..spec.backend import Backend
 from ..spec.errors import GdnError, bad
-from ..spec.operands import INPUT_DTYPES
+from ..spec.operands import INPUT_DTYPES, INPUTS
 from ..spec.precision import PRECISIONS, Rounding
 from ..spec.problem import Problem
 from ..spec.stages import STAGES
@@ -126,7 +126,7 @@ def with_settings(inputs: Inputs, settings: Settings) -> Inputs:
     if settings.dtype is not None:
         to = ml_dtypes.bfloat16 if settings.dtype == "bfloat16" else np.dtype(settings.dtype)
         cast = lambda x, names: {n: a.astype(to) if n in names else a for n, a in x.items()}  # noqa: E731
-        operands, cotangents = cast(operands, ("q", "k", "v", "qkv")), cast(cotangents, ("o",))
+        operands, cotangents = cast(operands, INPUTS), cast(cotangents, ("o",))
     return inputs._replace(operands=operands, options=options, cotangents=cotangents)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from .. import door
 from ..spec.errors import GdnError
 from ..spec.gates import activate_gate, l2norm
+from ..spec.operands import DIFFERENTIABLE, GATES, along
 from ..spec.problem import GateKind, Options
 from ..spec.stages import RESET
 from .cases import TOKENS
@@ -28,7 +29,8 @@ from .tensor_file import TensorFile
 
 __all__ = ["Finding", "calls", "diagnose", "examine"]
 
-NAMES = ("q", "k", "v", "g", "beta", "erase", "write", "A_log", "dt_bias", "initial_state")
+#: What a call of the rule can have, without a convolution's operands.
+NAMES = tuple(name for name in DIFFERENTIABLE if name not in along("C"))
 
 
 class Finding(NamedTuple):
@@ -201,7 +203,7 @@ def _guess(call: Call, x: Mapping[str, np.ndarray], name: str) -> str:
     """What may have happened to an operand that is refused."""
     if guess := _heads_first(call, x):
         return guess.replace("they look", "q, k and v look")
-    if name not in x or name not in ("g", "beta", "erase", "write"):
+    if name not in x or name not in GATES:
         return ""
     (B, T, H), HV = x["q"].shape[:3], x["v"].shape[2]
     shape = x[name].shape

@@ -26,6 +26,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..spec.evaluate import AnotherOrder, Evaluation, chunk_by_chunk, evaluate
+from ..spec.operands import along
 from ..spec.precision import Rounding, rounded_product, stored_states
 from ..spec.problem import Problem, Signature
 from .statistics import by_token
@@ -108,7 +109,7 @@ def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
     """L2 norm of each head's part of a tensor, [heads]; tensors without heads count as one."""
     name = name.removeprefix("grad_")
     x = np.asarray(x, np.float64)
-    if name in ("qkv", "conv_weight", "conv_bias", "conv_state") or (s.conv is not None and name in ("q", "k", "v")):
+    if name in along("C") or (s.conv is not None and name in ("q", "k", "v")):
         return np.sqrt((x * x).sum()).reshape(1)
     if name == "dt_bias":
         x, axis = x.reshape(s.HV, -1), 0

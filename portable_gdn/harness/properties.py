@@ -21,6 +21,7 @@ from .. import dispatch, door
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.evaluate import evaluate
+from ..spec.operands import INPUTS, PER_TOKEN, WRITE_GATES
 from ..spec.undisturbed import undisturbed
 from .cases import PACKED, TOKENS, Case, Inputs, build
 from .compute import computed
@@ -83,11 +84,11 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def _changed(inputs: Inputs, where: Any, seed: int) -> Inputs:
     """Other finite values of the token operands at ``where``, a boolean [B, T]."""
     x = {name: np.array(a) for name, a in inputs.operands.items()}
-    for name in ("q", "k", "v", "qkv", "g", "beta", "erase", "write"):
+    for name in PER_TOKEN:
         if name in x:
             other = normal(seed, f"other {name}", x[name].shape)
             other = -np.abs(other) if name == "g" and inputs.options.gate is None else other
-            if name in ("beta", "erase", "write"):
+            if name in WRITE_GATES:
                 other = 1 / (1 + np.exp(-other))
             x[name][where] = other.astype(x[name].dtype)[where]
     return inputs._replace(operands=x)
@@ -282,7 +283,7 @@ def dtypes(backend: Backend, case: Case) -> None:
     if case.dtype == "float32" or case.layout == "step":
         raise Void
     inputs = build(case)
-    wide = {n: a.astype(np.float32) if n in ("q", "k", "v", "qkv") else a for n, a in inputs.operands.items()}
+    wide = {n: a.astype(np.float32) if n in INPUTS else a for n, a in inputs.operands.items()}
     other = inputs._replace(operands=wide, options=inputs.options._replace(precision="highest"))
     found, better = _run(backend, inputs), _run(backend, other)
     truth = Truth(other, gradients=False)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ..spec.operands import PER_TOKEN
 from ..spec.problem import Signature
 
 __all__ = ["Statistics", "and_list", "by_token", "statistics"]
@@ -19,7 +20,7 @@ STANDS_OUT = 4.0  # times the median of its kind, in root mean square
 MOST_NAMED = 8  # of a kind, one by one
 ROWS = 256  # of an error map: more tokens are averaged
 
-_TOKENS = ("q", "k", "v", "qkv", "g", "beta", "erase", "write", "o")
+_TOKENS = (*PER_TOKEN, "o")
 
 
 class Statistics(NamedTuple):

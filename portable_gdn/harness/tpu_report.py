@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import dispatch
 from ..spec.errors import GdnError
+from ..spec.operands import GATES
 from ..watching import watch
 from .shapes import OPERATIONS, VARIANTS, Shape, check_shape, operand_shapes
 
@@ -77,7 +78,7 @@ def call(
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
 
     if fused:
-        return _mixer(shape, precision, {name: x[name] for name in ("g", "beta", "erase", "write") if name in x})
+        return _mixer(shape, precision, {name: x[name] for name in GATES if name in x})
     if shape.sequences:
         x["cu_seqlens"] = jax.ShapeDtypeStruct((shape.sequences + 1,), jnp.int32)
         states = (shape.sequences, shape.value_heads, shape.key_dim, shape.value_dim)

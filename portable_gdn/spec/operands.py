@@ -9,7 +9,7 @@ HV value heads, K and V the channels of a head, n decays per value head, C the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -21,11 +21,11 @@ __all__ = [
     "INTEGERS",
     "OPERANDS",
     "PER_TOKEN",
-    "WITH_TOKENS",
+    "WITH_TOKENS", "WRITE_GATES",
     "Operand",
     "along",
     "at_tokens",
-    "of_rule",
+
     "one_token",
     "without_tokens",
 ]  # fmt: skip
@@ -96,13 +96,10 @@ WITH_TOKENS = along("T")
 PER_TOKEN = tuple(name for name in WITH_TOKENS if OPERANDS[name].differentiable)
 #: The gates: log decay, erase and write.
 GATES = tuple(name for name, operand in OPERANDS.items() if operand.gate)
+#: Those of them that are strengths, in [0, 2]: erase and write, or beta in place of both.
+WRITE_GATES = tuple(name for name in GATES if name != "g")
 #: What carries the tokens' contents: q, k, v, or all of them side by side.
 INPUTS = tuple(name for name in PER_TOKEN if name not in GATES)
-
-
-def of_rule(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that the bare rule has, without what lies before it: gate parameters and the convolution."""
-    return tuple(name for name in names if not {"C", "HV * n"} & {*OPERANDS[name].axes} and name != "A_log")
 
 
 def at_tokens(x: Mapping[str, Array], where: Any) -> dict[str, Array]:
