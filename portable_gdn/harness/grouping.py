@@ -143,7 +143,8 @@ def _first(rows: Sequence[Row]) -> str:
     tokens = [token for token, _ in places]
     common = max(dict.fromkeys(tokens), key=tokens.count)
     heads = sorted({head for token, head in places if token == common and head is not None})
-    said = "first token beyond its budget: " + str(common)
+    last = all(row.tensor.startswith("grad_") for row in rows)  # where the fault of a gradient begins
+    said = f"{'last' if last else 'first'} token beyond its budget: {common}"
     said += f", head{'' if len(heads) == 1 else 's'} {and_list(list(map(str, heads[:6])))}"
     same = tokens.count(common)
     return said if same == len(tokens) else f"{said} (in {same} of {len(tokens)}; in others {_range(tokens, common)})"
@@ -193,4 +194,4 @@ def _cause_key(bad: Sequence[Row], of: Sequence[Row], recipes: dict[str, Case]) 
     failing = [_facts(recipes[name]) for name in names if name in recipes]
     holding = [_facts(recipes[row.case]) for row in of if row.case not in names and row.case in recipes]
     cause = _cause(failing, holding)
-    return (cause,) if cause else tuple(sorted(names))
+    return (cause.removeprefix("almost ").partition(", but for")[0],) if cause else tuple(sorted(names))
