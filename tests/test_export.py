@@ -15,10 +15,9 @@ SIZES = {"H": 1, "HV": 2, "K": 16, "V": 16}
 
 
 def _exported(f, x, lead):
-    """``f`` of operands by name, exported and read back; ``lead`` names their leading dimensions, "b, t" say."""
+    """``f`` of operands by name, exported; ``lead`` names their leading dimensions, "b, t" say."""
     shapes = export.symbolic_args_specs(x, {name: f"{lead[name]}, ..." for name in x})
-    done = export.export(jax.jit(f))(shapes)
-    return export.deserialize(bytearray(done.serialize())).call
+    return export.export(jax.jit(f))(shapes).call
 
 
 def _operands(B, T, **more):
