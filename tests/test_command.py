@@ -84,6 +84,7 @@ def test_info_says_once_what_would_run():
 
 def test_names_stay_whole_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(output.console, "_width", None)  # a worker of pytest-xdist has COLUMNS when it starts
     names = ["layers.*.mixer.q_conv1d.kernel" + "x" * n for n in (0, 90, 300)]
     table = Table("tensor", "case")
     for name in names:
