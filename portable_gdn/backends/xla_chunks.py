@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..spec import chunkwise
+from ..spec import chunkwise, jax_arrays
 from ..spec import jax_isolation as isolation
 from ..spec.jax_tracing import own_settings, varying, varying_like
-from ..spec.operands import DIFFERENTIABLE
 from ..spec.precision import DEFAULT
 from ..spec.probe import probe as spec_probe
-from ..spec.problem import Signature
+from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
 from ..spec.sequences import count_at_most
@@ -56,16 +55,10 @@ def compute_with_states(
 def compute_gradients(
     s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array], emulate: bool = False
 ) -> Any:
-    """The same, and the cotangents of the float operands from those of "o" and "state"; missing ones are zeros."""
-    smooth = {name: a for name, a in operands.items() if name in DIFFERENTIABLE}
-
-    def outputs(smooth: dict[str, Array]) -> Any:
-        result, _ = _run(s, size, {**operands, **smooth}, emulate)
-        return {"o": result[0], "state": result[1]}, result
-
-    out, pull, result = jax.vjp(outputs, smooth, has_aux=True)
-    full = {name: None if value is None else cotangents.get(name, jnp.zeros_like(value)) for name, value in out.items()}
-    return result, pull(full)[0]
+    """What ``compute`` returns, and the cotangents of the float operands from those of "o" and "state"."""
+    run = lambda problem: Result(*_run(s, size, problem.operands, emulate)[0])  # noqa: E731
+    result, found = jax_arrays.gradients(run, Problem(s, operands), cotangents)
+    return tuple(result), found
 
 
 @own_settings
