@@ -371,7 +371,7 @@ def test_stages_of_single_steps_alone_are_no_pass():
 def test_a_fault_in_the_tpu_kernel_is_found_at_its_stage(under_test):
     """One of the functions that the Pallas kernel is made of is wrong."""
     from portable_gdn.tpu.backend import Interpreted
-    from portable_gdn.tpu.kernels import stages as own
+    from portable_gdn.tpu.kernels.plain import stages as own
 
     class Faulty(Interpreted):
         name = "under test"

@@ -26,13 +26,13 @@ from portable_gdn.spec.problem import Options
 from portable_gdn.spec.stages import STAGES
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET, Interpreted
 from portable_gdn.tpu.chips import COMMON, VMEM_LIMIT
-from portable_gdn.tpu.plan import plan
+from portable_gdn.tpu.kernels.plain.plan import plan
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from portable_gdn.tpu.kernels import stages as kernel_stages  # noqa: E402
-from portable_gdn.tpu.kernels.dot import KernelProduct  # noqa: E402
+from portable_gdn.tpu.kernels.common.products import KernelProduct  # noqa: E402
+from portable_gdn.tpu.kernels.plain import stages as kernel_stages  # noqa: E402
 from portable_gdn.tpu.table import BEGIN, BLOCK, END, FIRST, FLAGS, FRESH, LAST, SLOT, WORDS, chunk_table  # noqa: E402
 
 NAME = "pallas-interpret"

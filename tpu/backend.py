@@ -17,9 +17,9 @@ from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .chips import target
-from .pipeline_plan import describe
-from .plan import TABLE_LIMIT, backward_plan, plan
-from .reverse_plan import describe_gradients
+from .kernels.pipelined.backward_plan import describe_gradients
+from .kernels.pipelined.plan import describe
+from .kernels.plain.plan import TABLE_LIMIT, backward_plan, plan
 
 if TYPE_CHECKING:
     from .execution import Execution
@@ -54,7 +54,7 @@ class Pallas(Backend):
     elsewhere: tuple[str, str] | None = ("tpu", "xla")
 
     def __init__(self, stages: Any = None) -> None:
-        """``stages``: another module of the functions in ``kernels.stages``, to test what a fault in one does."""
+        """``stages``: another module of the functions in ``kernels.plain.stages``, to test what a fault in one does."""
         self._stages = stages
 
     @cached_property
@@ -66,7 +66,7 @@ class Pallas(Backend):
     def stages(self) -> Any:
         """The functions that the kernel is made of."""
         if self._stages is None:
-            from .kernels import stages
+            from .kernels.plain import stages
 
             return stages
         return self._stages

@@ -21,13 +21,16 @@ from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .execution import Execution, Outputs
-from .kernels.backward import RuleGradients, backward
-from .kernels.forward import forward
-from .kernels.reverse import reverse
-from .pipeline_plan import Pipeline
+from .kernels.common.gate_widths import widths
+from .kernels.common.gradients import RuleGradients
+from .kernels.common.tiles import CHUNK
+from .kernels.pipelined.backward import Cotangents, ReverseOperands, reverse
+from .kernels.pipelined.backward_plan import Reverse
+from .kernels.pipelined.plan import Pipeline
+from .kernels.plain.backward import backward
+from .kernels.plain.forward import forward
+from .kernels.plain.plan import Plan
 from .pipelined import by_pipeline
-from .plan import CHUNK, Plan, widths
-from .reverse_plan import Reverse
 from .segments import marked, separated
 
 __all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
@@ -262,8 +265,8 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     d: RuleGradients
     if isinstance(p, Reverse):
         keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
-        held = (kept[name] for name in ("S", "M", "u"))
-        d = reverse(p, *keys, x.g[..., 0], x.b[..., 0], *held, dO, dS, dtypes=dtypes, interpret=e.interpret)
+        rule = ReverseOperands(*keys, x.g[..., 0], x.b[..., 0])
+        d = reverse(p, rule, kept, Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
     else:
         rule = _rule_operands(s, p, x)
         d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=e.interpret, stages=e.stages)

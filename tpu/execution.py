@@ -10,10 +10,12 @@ from typing import Any
 
 from ..spec.problem import Signature
 from .chips import Chip
-from .kernels import stages as own_stages
-from .pipeline_plan import Pipeline, pipeline
-from .plan import CHUNK, Plan, backward_plan, plan, widths
-from .reverse_plan import Reverse, reverse_plan
+from .kernels.common.gate_widths import widths
+from .kernels.common.tiles import CHUNK
+from .kernels.pipelined.backward_plan import Reverse, reverse_plan
+from .kernels.pipelined.plan import Pipeline, pipeline
+from .kernels.plain import stages as own_stages
+from .kernels.plain.plan import Plan, backward_plan, plan
 
 __all__ = ["Execution", "Other", "Outputs", "Training"]
 

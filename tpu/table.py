@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .pipeline_plan import Pipeline
-from .plan import Plan
+from .kernels.pipelined.plan import Pipeline
+from .kernels.plain.plan import Plan
 
 __all__ = ["BEGIN", "BLOCK", "END", "FIRST", "FLAGS", "FRESH", "LAST", "SLOT", "WORDS", "chunk_table"]
 

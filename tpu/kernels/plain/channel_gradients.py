@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...spec.chunkwise import ChunkGradients
-from ...spec.stages import RESET
-from ..plan import Plan
-from .decays import doubled, exchanged, joined, rows_of_tiles, split, tiles
-from .dot import KernelProduct
-from .halves import Parts, each
+from ....spec.chunkwise import ChunkGradients
+from ....spec.stages import RESET
+from ..common.decay_factors import doubled, exchanged, joined, rows_of_tiles, split, tiles
+from ..common.products import KernelProduct
+from ..common.summands import Parts, each
+from .plan import Plan
 from .stages import across_lanes, down_rows
 
 __all__ = ["HeadOperands", "Solved", "by_head", "decay_factors", "gradients", "scores"]

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...spec.gates import L2_EPS, activate_gate
-from ..pipeline_plan import Inside
+from ....spec.gates import L2_EPS, activate_gate
+from .plan import Inside
 
 __all__ = ["HISTORY", "channel_decay", "convolved", "log_decay", "normalised", "tap_rows"]
 

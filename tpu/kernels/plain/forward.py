@@ -35,13 +35,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .. import table as tb
-from ..plan import Plan
+from ... import table as tb
+from ..common.launching import _result_shapes as result_shapes
+from ..common.launching import pallas_call
+from ..common.products import KernelProduct
 from . import stages as kernel_stages
-from .dot import KernelProduct
-from .results import result_shapes
+from .plan import Plan
 from .rows import Rows, gate_block
-from .settings import pallas_call
 
 __all__ = ["PROBED", "forward"]
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..plan import LANES, Plan
+from ..common.tiles import LANES
+from .plan import Plan
 
 __all__ = ["Rows", "gate_block", "gates_by_token"]
 

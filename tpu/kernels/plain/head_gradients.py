@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ...spec import stages as spec
-from .dot import KernelProduct, exact_sums
+from ....spec import stages as spec
+from ..common.products import KernelProduct, exact_sums
 from .stages import across_lanes, pair_decay
 
 __all__ = ["Gradients", "chunk_gradients"]

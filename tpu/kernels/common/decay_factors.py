@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+
+from .registers import iota
+from .tiles import SUBLANES
 
 __all__ = ["doubled", "exchanged", "joined", "rows_of_tiles", "split", "tiles"]
 
 Array = Any
-
-_SUBLANES = 8  # rows of a float32 tile
 
 
 def doubled(P: Array, Q: Array, size: int, gathers: bool = True) -> tuple[Array, Array]:
@@ -31,7 +31,7 @@ def doubled(P: Array, Q: Array, size: int, gathers: bool = True) -> tuple[Array,
     In a pair of blocks the right one's P gets the left one's whole product, and the left one's Q the right one's. A
     block's whole product is the last row of its P, and P Q in every row. gathers: as for ``exchanged``.
     """
-    if size < _SUBLANES:
+    if size < SUBLANES:
         row = rows_of_tiles(P)
         if gathers:
             other = jnp.take_along_axis(tiles(P), (row ^ size) | (size - 1), axis=1)
@@ -48,12 +48,12 @@ def doubled(P: Array, Q: Array, size: int, gathers: bool = True) -> tuple[Array,
 
 def tiles(x: Array) -> Array:
     """Rows [C, K] by tiles of eight [C / 8, 8, K]."""
-    return jnp.reshape(x, (-1, _SUBLANES, x.shape[-1]))
+    return jnp.reshape(x, (-1, SUBLANES, x.shape[-1]))
 
 
 def rows_of_tiles(x: Array) -> Array:
     """Each row's place in its tile, of x [C, K] or [C / 8, 8, K]: int32 [C / 8, 8, K]."""
-    return lax.broadcasted_iota(jnp.int32, (x.size // (_SUBLANES * x.shape[-1]), _SUBLANES, x.shape[-1]), 1)
+    return iota((x.size // (SUBLANES * x.shape[-1]), SUBLANES, x.shape[-1]), 1)
 
 
 def exchanged(x: Array, size: int, gathers: bool) -> Array:
@@ -64,7 +64,7 @@ def exchanged(x: Array, size: int, gathers: bool) -> Array:
     if gathers:
         return jnp.take_along_axis(x, rows_of_tiles(x) ^ size, axis=1)
     turned = jnp.roll(x, size, 1)
-    if 2 * size == _SUBLANES:
+    if 2 * size == SUBLANES:
         return turned
     return jnp.where(rows_of_tiles(x) & size != 0, turned, jnp.roll(x, -size, 1))
 

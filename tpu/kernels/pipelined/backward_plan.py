@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..spec.problem import Signature
-from .chips import Chip
-from .pipeline_plan import Pipeline, pipeline
-from .plan import CHUNK, ONE_GATE, backward_plan, widths
+from ....spec.problem import Signature
+from ...chips import Chip
+from ..common.gate_widths import ONE_GATE, widths
+from ..common.tiles import CHUNK
+from ..plain.plan import backward_plan
+from .plan import Pipeline, pipeline
 
 __all__ = ["Reverse", "describe_gradients", "reverse_plan"]
 

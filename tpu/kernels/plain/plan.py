@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..spec.problem import Signature
-from ..spec.variants import Granularity
-from .chips import Chip
+from ....spec.problem import Signature
+from ...chips import Chip
+from ..common.gate_widths import ONE_GATE, Widths, widths
+from ..common.tiles import CHUNK, LANES, whole_lanes
 
-__all__ = [
-    "CHUNK",
-    "LANES",
-    "ONE_GATE",
-    "TABLE_LIMIT",
-    "Plan",
-    "Widths",
-    "backward_plan",
-    "plan",
-    "widths",
-]
+__all__ = ["TABLE_LIMIT", "Plan", "backward_plan", "plan"]
 
-#: Tokens a chunk: an MXU's side (v5e, v5p) or half of it (v6e, v7x), and as many as lanes: scores fill registers.
-CHUNK = 128
 #: Below 16 rows a tile of bfloat16 would not be filled.
 SHORTEST = 16
 #: Value heads that share a grid step, at most: enough independent chains to hide one behind the other, and a program
@@ -29,38 +18,6 @@ SHORTEST = 16
 HEADS = 8
 #: Bytes of scalar memory that the table of chunks may use; a core has 1 MiB.
 TABLE_LIMIT = 768 << 10
-LANES = 128
-
-
-class Widths(NamedTuple):
-    """How finely gates are given: decays a value head (1, a few groups, or K), erase gates (0, 1 or K), write gates (0,
-    1 or V); shared: both are one gate, beta."""
-
-    decay: int
-    erase: int
-    write: int
-    shared: bool
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """Of the operands, in order: decay, and erase and write where they are operands of their own."""
-        return (self.decay, *(n for n in (self.erase, 0 if self.shared else self.write) if n))
-
-
-#: One decay and one gate a head.
-ONE_GATE = Widths(1, 1, 1, True)
-#: Groups of channels up to which each has a matrix of decays of its own; more are computed channel by channel.
-GROUPS = 4
-
-
-def widths(s: Signature) -> Widths:
-    """Of a call."""
-    decay = max(s.groups, 1)
-    erase, write = (
-        {Granularity.NONE: 0, Granularity.HEAD: 1}.get(gate, channels)
-        for gate, channels in ((s.variant.erase, s.K), (s.variant.write, s.V))
-    )
-    return Widths(decay if decay <= GROUPS else s.K, erase, write, s.has("beta"))
 
 
 class Plan(NamedTuple):
@@ -111,7 +68,7 @@ class Plan(NamedTuple):
     @property
     def vmem(self) -> int:
         """Estimated bytes of VMEM a grid step: blocks twice (they are fetched ahead), scratch, and values."""
-        lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
+        lanes = whole_lanes
         C, heads = self.C, self.heads
         tokens = C * (2 * lanes(self.P * self.K) * self.q_bytes + 2 * lanes(heads * self.V) * self.v_bytes)
         gates = 4 * C * sum(lanes(heads * n) for n in self.widths.given)
@@ -132,7 +89,7 @@ class _Backward(Plan):
     @property
     def vmem(self) -> int:
         """Estimated bytes of VMEM a grid step, as for ``Plan``."""
-        lanes = lambda n: -(-n // LANES) * LANES  # noqa: E731
+        lanes = whole_lanes
         C, heads, keys, values = self.C, self.heads, lanes(self.K), lanes(self.V)
         tokens = C * (lanes(self.P * self.K) * (2 * self.q_bytes + 8) + 3 * lanes(heads * self.V) * 4)
         gates = 2 * 4 * C * sum(lanes(heads * n) for n in self.widths.given)

@@ -19,16 +19,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...spec.stages import RESET
-from .. import table as tb
-from ..plan import ONE_GATE, Plan
+from ....spec.stages import RESET
+from ... import table as tb
+from ..common.gate_widths import ONE_GATE
+from ..common.launching import _result_shapes as result_shapes
+from ..common.launching import pallas_call
+from ..common.products import KernelProduct
 from . import stages as kernel_stages
 from .channel_gradients import HeadOperands, Solved, by_head, decay_factors, gradients, scores
-from .dot import KernelProduct
-from .gradients import chunk_gradients
-from .results import result_shapes
+from .head_gradients import chunk_gradients
+from .plan import Plan
 from .rows import Rows, gate_block, gates_by_token
-from .settings import pallas_call
 
 __all__ = ["RuleGradients", "backward"]
 

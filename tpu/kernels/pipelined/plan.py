@@ -6,10 +6,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from ..spec.problem import Signature
-from .chips import Chip
-from .plan import CHUNK, LANES, TABLE_LIMIT, Widths, plan, widths
-from .tiling import Entry, best
+from ....spec.problem import Signature
+from ...chips import Chip
+from ...tiling import Entry, best
+from ..common.gate_widths import Widths, widths
+from ..common.tiles import CHUNK, LANES
+from ..plain.plan import TABLE_LIMIT, plan
 
 __all__ = [
     "UNITS",

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...spec.precision import DEFAULT, FAST, HIGHEST
-from .halves import Parts, exact_pieces, pieces
+from ....spec.precision import DEFAULT, FAST, HIGHEST
+from .summands import Parts, exact_pieces, pieces
 
-__all__ = ["KEPT", "KernelProduct", "exact_sums"]
+__all__ = ["KEPT", "KernelProduct", "dot", "exact_sums"]
 
 Array = Any
 Operand = Array | Parts
@@ -55,10 +55,8 @@ class KernelProduct:
         lead = jnp.broadcast_shapes(left[0].shape[:-2], right[0].shape[:-2])
         left, right = (tuple(_flat(x, lead) for x in parts) for parts in (left, right))
         # The product of the two low halves is below what is kept; the small terms are added up first.
-        pairs = [(x, y) for i, x in enumerate(left) for j, y in enumerate(right) if i + j < 2]
-        out = (
-            sum(_dot(form, x, y) for x, y in pairs[1:]) + _dot(form, *pairs[0]) if pairs[1:] else _dot(form, *pairs[0])
-        )
+        first, *rest = [(x, y) for i, x in enumerate(left) for j, y in enumerate(right) if i + j < 2]
+        out = sum(dot(x, y, form) for x, y in rest) + dot(*first, form) if rest else dot(*first, form)
         return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
     def parts(self, x: Operand, name: str) -> Parts:
@@ -77,7 +75,7 @@ def exact_sums(ones: Array, x: Array) -> Array:
     lead, x = x.shape[:-2], _flat(x, x.shape[:-2])
     ones = jnp.broadcast_to(ones.astype(jnp.bfloat16), (*x.shape[:-2], *ones.shape))
     high, middle, low = exact_pieces(x)
-    out = _dot("nn", ones, high) + (_dot("nn", ones, middle) + _dot("nn", ones, low))
+    out = dot(ones, high) + (dot(ones, middle) + dot(ones, low))
     return jnp.reshape(out, (*lead, *out.shape[-2:]))
 
 
@@ -90,7 +88,9 @@ def _flat(x: Array, lead: tuple[int, ...]) -> Array:
     return jnp.reshape(x, (-1, *x.shape[-2:]))
 
 
-def _dot(form: str, a: Array, b: Array) -> Array:
+def dot(a: Array, b: Array, form: str = "nn") -> Array:
+    """The product over the last two dimensions, in float32: of bfloat16 operands as they are, of float32 ones with
+    nothing rounded away. form: "nn" for a b, "nt" for a b^T, "tn" for a^T b; leading dimensions are a batch."""
     if a.dtype != b.dtype:  # a half-precision operand beside one that keeps float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     exact, batch = a.dtype == jnp.float32, tuple(range(a.ndim - 2))

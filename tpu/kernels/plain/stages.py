@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from ...spec import stages as spec
-from . import channels as channels_of
-from .dot import KernelProduct
+from ....spec import stages as spec
+from ..common.products import KernelProduct
+from . import channel_scores as channels_of
 
 __all__ = ["decay", "delta", "inverse", "output", "scores", "state", "wy"]  # those of ``spec.stages.STAGES``
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from .dot import KernelProduct
+from ..common.products import KernelProduct
 
 __all__ = ["by_channel", "by_group", "wide"]
 
