@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..common.decay_trees import LaneDecays, decay_sums, to_chunk_end
+from ..common.decay_trees import by_masks, decay_sums, to_chunk_end
 from ..common.products import dot
 from ..common.registers import BF16, F32, iota, square_indices
 from ..common.summands import PIECES, Parts, exact_pieces, pieces
@@ -52,27 +52,15 @@ _G, _END, _B = range(3)
 
 
 def _gates(g: Array, b: Array) -> _Gates:
-    decays = decay_sums(g)
-    following = _next_reset(decays)
+    decays = decay_sums(g, by_masks, look_ahead=True)
     begin = decays.from_start
     seen, to_end = to_chunk_end(decays)
     end = jnp.where(seen, jnp.exp2(to_end), 0.0)
     rows = [piece.astype(F32) for a in (decays.sum, end, b) for piece in exact_pieces(a)]
     columns = jnp.concatenate(rows, 0).T.astype(BF16)
-    run, ahead = (
-        (to - since).astype(F32) for to, since in ((decays.lane, decays.last_reset), (following, decays.lane))
-    )
+    run = (decays.lane - decays.last_reset).astype(F32)
+    ahead = (decays.next_reset - decays.lane).astype(F32)
     return _Gates(decays.sum, begin, b, run, ahead, end, decays.reset, columns)
-
-
-def _next_reset(decays: LaneDecays) -> Array:
-    """The first reset behind a token, or 2 C. int32 [heads, C]"""
-    lane, size = decays.lane, 1
-    found = jnp.where(lane == C - 1, 2 * C, pltpu.roll(jnp.where(decays.reset, lane, 2 * C), C - 1, 1))
-    while size < C:
-        found = jnp.minimum(found, jnp.where(lane < C - size, pltpu.roll(found, C - size, 1), 2 * C))
-        size *= 2
-    return found
 
 
 def _from_here_on(x: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ..common.decay_trees import decay_sums, to_chunk_end
+from ..common.decay_trees import by_shifts, decay_sums, to_chunk_end
 from ..common.registers import BF16, F32, divided, iota
 from ..common.summands import exact_pieces
 from ..common.tiles import CHUNK
@@ -43,7 +43,7 @@ class Gates(NamedTuple):
 def gates_of_chunks(p: Pipeline, g: Array, b: Array) -> list[Gates]:
     """Those of several chunks, from log decays and gates [chunks decays, C]: the chain of gathers that makes sums is
     waited for only once."""
-    decays = decay_sums(g)
+    decays = decay_sums(g, by_shifts)
     before = decays.from_start
     seen, to_end = to_chunk_end(decays)
     into = jnp.where(seen, b * jnp.exp2(to_end), 0.0)
