@@ -44,7 +44,7 @@ class LaneDecays(NamedTuple):
 
 
 def by_shifts(lane: Array, size: int) -> tuple[Array, Array]:
-    """In pairs of blocks of ``size`` lanes, the last lane of the left block, and whether a lane lies in the right one."""
+    """The last lane of the left one of two blocks of ``size`` lanes, and whether a lane lies in the right one."""
     return block_of(lane, 2 * size) * (2 * size) + size - 1, within(lane, 2 * size) >= size
 
 

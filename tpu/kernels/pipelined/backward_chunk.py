@@ -193,11 +193,12 @@ class BackwardChunk:
     def before(self) -> Iterator[None]:
         """What needs no cotangent of this chunk's own."""
         for i in range(self.p.heads):
-            S, begin = self.memory.state(i), _row(self.gates.begin, i)
+            S = self.memory.state(i)
             self.udO.append(_product(_terms(self.u[i], (self.dOt[i],))))
             self.udS.append(_product(_terms(self.u[i], (self.dSt[i],))))
-            self.dqs.append(dot(S.astype(BF16), self.dOt[i]) * (begin * self.p.scale))
-            self.through.append(begin[:, C - 1 :] * _total(S.T * self.dSt_ref[i]))
+            self.dqs.append(dot(S.astype(BF16), self.dOt[i]) * (_row(self.gates.begin, i) * self.p.scale))
+            kept = _row(self.gates.begin, i)[:, C - 1 :]
+            self.through.append(kept * _total(S.T * self.dSt_ref[i]))
             yield
 
     def pairs(self) -> Iterator[None]:

@@ -45,11 +45,7 @@ def _in_place(square: tuple[Array, Array], size: int, zero: Array) -> Callable[[
     places in [C, C], zeros elsewhere."""
     row, column = square
     corner = block_of(row, 2 * size) == block_of(column, 2 * size)
-    if size == 16:
-        corner &= (within(row, 2 * size) >= size) & (within(column, 2 * size) < size)
-    else:
-        corner = corner & (within(row, 2 * size) >= size)
-        corner &= within(column, 2 * size) < size
+    corner &= (within(row, 2 * size) >= size) & (within(column, 2 * size) < size)
     return lambda a: jnp.where(corner, jnp.concatenate([a] * (C // size), 0), zero)
 
 
