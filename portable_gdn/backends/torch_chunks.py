@@ -21,14 +21,14 @@ from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.sequences import place
-from ..spec.torch_tensors import boundaries_as_tensor, on_host, register_gradient, without_autocast
+from ..spec.torch_tensors import boundaries_as_tensor, float32_products, on_host, register_gradient
 
 __all__ = ["probe", "run"]
 
 
 def run(problem: Problem, size: int) -> Result:
     """Compute a call in chunks of ``size`` tokens."""
-    with without_autocast(_like(problem.operands).device.type):
+    with float32_products(_like(problem.operands).device.type):
         return _run(problem, size)
 
 
@@ -47,7 +47,7 @@ def _run(problem: Problem, size: int) -> Result:
 def probe(problem: Problem, size: int) -> dict[str, tuple[Any, ...]]:
     """The stages that ``run`` goes through, chunk by chunk."""
     s, x = problem
-    with torch.no_grad(), without_autocast(_like(x).device.type):
+    with torch.no_grad(), float32_products(_like(x).device.type):
 
         def chunk(*rows: Any) -> Any:
             *rows, starts = rows
@@ -252,7 +252,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: Any, dS: Any) -> Any:
-        with without_autocast(dO.device.type):
+        with float32_products(dO.device.type):
             return _Rule._backward(ctx, dO, dS)
 
     @staticmethod
@@ -293,7 +293,8 @@ def _operation(
     scale: float,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
+    with float32_products(q.device.type):
+        o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
     return o.contiguous(), final.clone(memory_format=torch.contiguous_format)
 
 
@@ -315,8 +316,9 @@ def _operation_backward(
 ) -> list[Tensor]:
     """Computes the forward pass again instead of saving from it."""
     x, plan = (q, k, v, g, b, w), _plan(q, cu_seqlens, starts)
-    kept = _forward(x, S, plan, scale, size, keep=True)[2]
-    return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
+    with float32_products(q.device.type):
+        kept = _forward(x, S, plan, scale, size, keep=True)[2]
+        return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
 
 
 register_gradient(_operation, _operation_backward, constants=2)
