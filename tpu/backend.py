@@ -167,25 +167,6 @@ class Interpreted(Pallas):
     slow = True
     counts_axes = False
     elsewhere = None
-    quick_cases = (
-        "one token",
-        "no tokens",
-        "a chunk and a token",
-        "DeltaNet",
-        "a chunk",
-        "KDA",
-        "GDN-2",
-        "GLA",
-        "bfloat16, 64 x 96",
-        "gates one -inf",
-        "gates -20 each",
-        "one key, beta 1.998, bfloat16",
-        "packed",
-        "packed with empties",
-        "left padding",
-        "mixer",
-        "qwen3_next layer",
-    )
 
     def refuses(self, signature: Signature) -> str | None:
         """Why it cannot compute this call, or None."""

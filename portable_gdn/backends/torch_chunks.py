@@ -16,19 +16,21 @@ import torch
 from torch import Tensor
 
 from ..spec import chunkwise
+from ..spec.chunkwise import ChunkOperands
 from ..spec.probe import probe as spec_probe
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.sequences import place
-from ..spec.torch_tensors import boundaries_as_tensor, on_host, register_gradient, without_autocast
+from ..spec.stages import Algebra
+from ..spec.torch_tensors import boundaries_as_tensor, float32_products, on_host, register_gradient
 
 __all__ = ["probe", "run"]
 
 
 def run(problem: Problem, size: int) -> Result:
     """Compute a call in chunks of ``size`` tokens."""
-    with without_autocast(_like(problem.operands).device.type):
+    with float32_products(_like(problem.operands).device.type):
         return _run(problem, size)
 
 
@@ -47,13 +49,12 @@ def _run(problem: Problem, size: int) -> Result:
 def probe(problem: Problem, size: int) -> dict[str, tuple[Any, ...]]:
     """The stages that ``run`` goes through, chunk by chunk."""
     s, x = problem
-    with torch.no_grad(), without_autocast(_like(x).device.type):
+    with torch.no_grad(), float32_products(_like(x).device.type):
 
-        def chunk(*rows: Any) -> Any:
-            *rows, starts = rows
-            return chunkwise.stage_chunk(xp, _product, *rows, s.scale, starts, direct=True)
+        def chunk(part: ChunkOperands) -> Any:
+            return chunkwise.stage_chunk(_ALGEBRA, part, s.scale, direct=True)
 
-        return spec_probe(xp, _product, s, x, size, chunk)
+        return spec_probe(_ALGEBRA, s, x, size, chunk)
 
 
 def _like(x: Mapping[str, Any]) -> Tensor:
@@ -62,7 +63,7 @@ def _like(x: Mapping[str, Any]) -> Tensor:
 
 def _step(s: Signature, p: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
     rows = [None if a is None else a[:, 0].unflatten(1, (s.H, a.shape[2] // s.H)) for a in p[:6]]
-    o, state = one_token(xp, *rows, S.unflatten(1, (s.H, -1)), s.scale)
+    o, state = one_token(xp, ChunkOperands(*rows, S.unflatten(1, (s.H, -1))), s.scale)
     o = o.flatten(1, 2)
     return o if s.step else o[:, None], state.flatten(1, 2)
 
@@ -102,6 +103,8 @@ def _plan(q: Tensor, cu_seqlens: Any, starts: Tensor | None) -> _Plan | None:
 def _product(a: Tensor, b: Tensor, name_a: str, name_b: str) -> Tensor:
     return a @ b
 
+
+_ALGEBRA = Algebra(xp, _product)
 
 Operands = tuple[Tensor | None, ...]  # q, k, v, g, b, w
 
@@ -193,7 +196,7 @@ def _forward(
         if round_[0] < S.shape[0]:  # sequences that have ended keep their states
             ended.append(S[round_[0] :])
             S = S[: round_[0]]
-        out, after, saved = chunkwise.forward_chunk(xp, _product, *map(rows.read, x), S, scale)
+        out, after, saved = chunkwise.forward_chunk(_ALGEBRA, ChunkOperands(*map(rows.read, x), S), scale)
         if keep:
             kept.append((rows, S, saved))
         out = rows.back(out)
@@ -221,7 +224,8 @@ def _backward(
     dS = dS.unflatten(1, (heads, -1)).clone()
     for rows, before, saved in reversed(kept):
         count = before.shape[0]
-        d = chunkwise.backward_chunk(xp, _product, *map(rows.read, x), before, scale, saved, rows.read(dO), dS[:count])
+        part = ChunkOperands(*map(rows.read, x), before)
+        d = chunkwise.backward_chunk(_ALGEBRA, part, scale, saved, rows.read(dO), dS[:count])
         rows.write(grads[0], d.q.sum(2, keepdim=True))
         rows.write(grads[1], d.k.sum(2, keepdim=True))
         for into, new in zip(grads[2:], d[2:6], strict=True):
@@ -252,7 +256,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: Any, dS: Any) -> Any:
-        with without_autocast(dO.device.type):
+        with float32_products(dO.device.type):
             return _Rule._backward(ctx, dO, dS)
 
     @staticmethod
@@ -293,7 +297,8 @@ def _operation(
     scale: float,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
+    with float32_products(q.device.type):
+        o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
     return o.contiguous(), final.clone(memory_format=torch.contiguous_format)
 
 
@@ -315,8 +320,9 @@ def _operation_backward(
 ) -> list[Tensor]:
     """Computes the forward pass again instead of saving from it."""
     x, plan = (q, k, v, g, b, w), _plan(q, cu_seqlens, starts)
-    kept = _forward(x, S, plan, scale, size, keep=True)[2]
-    return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
+    with float32_products(q.device.type):
+        kept = _forward(x, S, plan, scale, size, keep=True)[2]
+        return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
 
 
 register_gradient(_operation, _operation_backward, constants=2)
