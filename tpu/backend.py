@@ -45,6 +45,7 @@ class Pallas(Backend):
     libraries = ("jax",)
     auto = True
     priority = 20
+    counts_axes = True
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
     #: Stages that its kernel never forms: ``probe`` derives them with its own solver.
@@ -164,6 +165,7 @@ class Interpreted(Pallas):
     auto = False
     priority = 91
     slow = True
+    counts_axes = False
     elsewhere = None
 
     def refuses(self, signature: Signature) -> str | None:
