@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Operands:
         """The same of what f makes of each."""
-        return Operands(*(None if a is None else f(a) for a in self))
+        return Operands._make(None if a is None else f(a) for a in self)
 
 
 def fitted(kind: Family, x: Operands) -> Operands:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import dispatch
-from .door import check_host_boundaries, describe, normalise, run, run_with_states
+from .door import check_host_boundaries, describe
+from .parallel.calls import compute
+from .parallel.placement import signature_of_a_shard
+from .parallel.sharding import Sharding
 from .spec.conv import ShortConv
 from .spec.errors import bad, suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
@@ -81,6 +84,7 @@ def gated_delta_rule(
     check_values: bool = False,
     output_states_every: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, Array | RuleStates | None]:
     """The gated delta rule over whole sequences, on the best backend for the arrays given.
 
@@ -118,6 +122,9 @@ def gated_delta_rule(
         backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
             ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
             by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").
+        sharding: which axes of a mesh split rows, heads and tokens (a ``Sharding``, of JAX arrays). None reads it from
+            the arrays: those of a mesh with explicit axes, and arrays outside of a trace. A trace with automatic axes
+            does not tell; there a call for several TPUs without it is computed by ``xla``, with a warning.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for; with
@@ -141,12 +148,8 @@ def gated_delta_rule(
         gate,
         Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
     )
-    problem, chosen = normalise(operands, options, backend, check_values)
-    if output_states_every is None:
-        result = run(problem, chosen)
-        return result.o, result.state
-    result, every = run_with_states(problem, chosen, output_states_every)
-    return result.o, RuleStates(result.state, every)
+    result, every = compute(operands, options, backend, check_values, sharding, output_states_every)
+    return result.o, result.state if every is None else RuleStates(result.state, every)
 
 
 @suggests_keywords
@@ -168,6 +171,7 @@ def gated_delta_rule_step(
     deterministic: bool = False,
     check_values: bool = False,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, Array]:
     """One token of the rule, for decoding.
 
@@ -197,7 +201,7 @@ def gated_delta_rule_step(
         gate,
         Options(scale, True, qk_l2norm, None, None, precision, state_layout, deterministic, True),
     )
-    result = run(*normalise(operands, options, backend, check_values))
+    result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, result.state
 
 
@@ -226,6 +230,7 @@ def gated_delta_mixer(
     deterministic: bool = False,
     check_values: bool = False,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState | None]:
     """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
 
@@ -284,7 +289,7 @@ def gated_delta_mixer(
         num_heads,
         key_dim,
     )
-    result = run(*normalise(operands, options, backend, check_values))
+    result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
 
 
@@ -313,6 +318,7 @@ def explain(
     check_values: bool = False,
     output_states_every: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> dispatch.Explanation:
     """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
 
@@ -339,7 +345,7 @@ def explain(
     signature = describe(operands, options)
     if cu_seqlens is not None:
         check_host_boundaries(operands["cu_seqlens"], signature.T)
-    return dispatch.explain(signature, backend)
+    return dispatch.explain(signature_of_a_shard(signature, operands, sharding), backend)
 
 
 def _add(operands: dict[str, Array], **named: Array | None) -> None:

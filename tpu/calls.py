@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..spec import jax_arrays
@@ -30,6 +29,7 @@ from .kernels.pipelined.plan import Pipeline
 from .kernels.plain.backward import backward
 from .kernels.plain.forward import forward
 from .kernels.plain.plan import Plan
+from .lowering import kernel_or_else
 from .pipelined import by_pipeline
 from .segments import marked, separated
 
@@ -204,9 +204,9 @@ def _pull_other(e: Execution, operands: Operands, cotangents: Outputs) -> Operan
 
 
 def _chosen(e: Execution, kernel: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
-    if e.choose and e.signature.traced and e.interpret is False:  # what it will run on is the compiler's to know
-        return lax.platform_dependent(*args, tpu=kernel, default=elsewhere)
-    return kernel(*args)
+    if e.interpret is not False:
+        return kernel(*args)
+    return kernel_or_else(kernel, elsewhere if e.choose else None, *args)  # the lowering knows what it will run on
 
 
 def _by_kernel(e: Execution, operands: Operands) -> Outputs:

@@ -23,6 +23,7 @@ class Xla(Backend):
     auto = True
     priority = 30
     slow = True
+    counts_axes = True
     #: Whether operands of products are rounded here as a TPU rounds them, whatever the device.
     emulates = False
 

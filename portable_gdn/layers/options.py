@@ -43,6 +43,8 @@ class LayerOptions(TypedDict, total=False):
     """As in ``gated_delta_rule``."""
     backend: str | None
     """As in ``gated_delta_rule``."""
+    sharding: Any
+    """As in ``gated_delta_rule``: a ``portable_gdn.Sharding``, or None."""
 
 
 def checked_options(init: Callable[P, None]) -> Callable[P, None]:
