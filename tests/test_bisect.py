@@ -380,8 +380,8 @@ def test_a_fault_in_the_tpu_kernel_is_found_at_its_stage(under_test):
         name = "under test"
         priority = 99
 
-    def state(mm, k, Vn, G, count, S):
-        return own.state(mm, k, Vn, G, count, S) * 1.001
+    def state(mm, k, Vn, decays, S):
+        return own.state(mm, k, Vn, decays, S) * 1.001
 
     names = ("decay", "scores", "inverse", "wy", "delta", "output", "state")
     faulty = SimpleNamespace(**{**{name: getattr(own, name) for name in names}, "state": state})

@@ -21,12 +21,13 @@ from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .execution import Execution, Outputs
 from .kernels.common.gate_widths import widths
-from .kernels.common.gradients import RuleGradients
+from .kernels.common.gradients import Cotangents, Kept, RuleGradients
 from .kernels.common.tiles import CHUNK
-from .kernels.pipelined.backward import Cotangents, ReverseOperands, reverse
+from .kernels.pipelined.backward import ReverseOperands, reverse
 from .kernels.pipelined.backward_plan import Reverse
 from .kernels.pipelined.plan import Pipeline
 from .kernels.plain.backward import backward
+from .kernels.plain.blocks import Making, PlainOperands
 from .kernels.plain.forward import forward
 from .kernels.plain.plan import Plan
 from .lowering import kernel_or_else
@@ -216,14 +217,14 @@ def _by_kernel(e: Execution, operands: Operands) -> Outputs:
     return by_plain_kernel(e, p, operands)[0]
 
 
-def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
+def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
     """q, k, v and the gates as the plain kernels take them."""
     # What the products would round anyway is rounded before it travels; v only where it is exact.
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
     g = jnp.repeat(x.g, p.widths.decay // x.g.shape[-1], axis=-1)  # many groups are computed channel by channel
     gates = [a for a in (g, x.b, None if p.widths.shared else x.w) if a is not None]
-    return x.q.astype(keys), x.k.astype(keys), x.v.astype(values), gates
+    return PlainOperands(x.q.astype(keys), x.k.astype(keys), x.v.astype(values), tuple(gates))
 
 
 def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str, ...] = ()) -> tuple[Outputs, Operands]:
@@ -233,7 +234,7 @@ def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str,
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
-    o, state, stage = forward(p, *rule, S, bounds, interpret=e.interpret, stages=e.stages, probe=probe)
+    o, state, stage = forward(p, rule, S, bounds, Making(e.interpret, e.stages), probe)
     o, state = marked(o, state, reached)
     return (
         finish(jnp, s, operands, o),
@@ -266,10 +267,10 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     if isinstance(p, Reverse):
         keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
         rule = ReverseOperands(*keys, x.g[..., 0], x.b[..., 0])
-        d = reverse(p, rule, kept, Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
+        d = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
     else:
-        rule = _rule_operands(s, p, x)
-        d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=e.interpret, stages=e.stages)
+        made_of = Making(e.interpret, e.stages)
+        d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)
     q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
     g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None

@@ -24,7 +24,7 @@ cancel, and is taken wherever b is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..common.gradients import RuleGradients
+from ..common.gradients import Cotangents, Kept, RuleGradients
 from ..common.interleaving import interleave
 from ..common.launching import Block, Launch, launch
 from ..common.registers import F32, divided
@@ -43,7 +43,7 @@ from .backward_chunk import BackwardChunk
 from .backward_plan import Reverse
 from .backward_refs import Inputs, Outputs, Refs
 
-__all__ = ["Cotangents", "ReverseOperands", "reverse"]
+__all__ = ["ReverseOperands", "reverse"]
 
 Array = Any
 Ref = Any
@@ -90,15 +90,8 @@ class ReverseOperands(NamedTuple):
     b: Array
 
 
-class Cotangents(NamedTuple):
-    """dO: of the output [B, T, HV, V]; dS: of the final states, [N, HV, K, V] float32."""
-
-    dO: Array
-    dS: Array
-
-
 def _blocks(
-    p: Reverse, x: ReverseOperands, kept: Mapping[str, Array], d: Cotangents, dtypes: tuple[Any, Any]
+    p: Reverse, x: ReverseOperands, kept: Kept, d: Cotangents, dtypes: tuple[Any, Any]
 ) -> tuple[Inputs, Outputs]:
     """Operands and results of the kernel, and the blocks of a grid step; chunks from the last to the first."""
     flat = lambda a: jnp.reshape(a, (p.B, p.T, -1))  # noqa: E731
@@ -122,9 +115,9 @@ def _blocks(
         k=Block(flat(x.k), keys),
         g=Block(rows(x.g), gate),
         b=Block(rows(x.b), gate),
-        S=Block(kept["S"], before),
-        M=Block(kept["M"], solved),
-        u=Block(kept["u"], solved),
+        S=Block(kept.S, before),
+        M=Block(kept.M, solved),
+        u=Block(kept.u, solved),
         dO=Block(flat(d.dO), values),
         dS_last=Block(jnp.swapaxes(d.dS, -1, -2), state),
     )
@@ -139,7 +132,7 @@ def _blocks(
 def reverse(
     p: Reverse,
     operands: ReverseOperands,
-    kept: Mapping[str, Array],
+    kept: Kept,
     cotangents: Cotangents,
     *,
     dtypes: tuple[Any, Any],

@@ -14,13 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ... import table as tb
+from ..common.gradients import Kept
 from ..common.launching import Block
 from ..common.registers import BF16, F32, divided
 from ..common.tiles import CHUNK
 from .parts import late, now
 from .plan import Pipeline
 from .prologue import HISTORY
-from .refs import Inputs, Kept, Outputs, Scratch, TokenInputs, UnitScratch, Windows
+from .refs import Inputs, Outputs, Scratch, TokenInputs, UnitScratch, Windows
 from .slots import slot
 
 __all__ = ["Channels", "GateOperands", "Prologue", "TokenOperands", "input_blocks", "output_blocks", "scratch"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
+from ..common.gradients import Kept
 from .slots import ChannelSlot, Slot
 
-__all__ = ["Inputs", "Kept", "Outputs", "Scratch", "TokenInputs", "UnitScratch", "Windows"]
+__all__ = ["Inputs", "Outputs", "Scratch", "TokenInputs", "UnitScratch", "Windows"]
 
 Ref = Any
 
@@ -56,18 +57,6 @@ class Inputs:
     w: list[Ref] | None
     gate: Ref | None
     S_first: list[Ref] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of the chunks of a grid step, where the plan says so: S [1, U, heads, K, V] float32; M, u and Aqk
-    [1, U, heads, summands, C, C] bfloat16."""
-
-    S: Ref | None = None
-    M: Ref | None = None
-    u: Ref | None = None
-    Aqk: Ref | None = None
 
 
 @jax.tree_util.register_dataclass

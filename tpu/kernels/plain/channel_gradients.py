@@ -17,31 +17,31 @@ side, since the matrix unit takes products in program order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ....spec.chunkwise import ChunkGradients
 from ....spec.stages import RESET
 from ..common.decay_factors import doubled, exchanged, joined, rows_of_tiles, split, tiles
+from ..common.interleaving import interleave
 from ..common.products import KernelProduct
+from ..common.registers import iota, square_indices
 from ..common.summands import Parts, each
+from ..common.tiles import SUBLANES
 from .plan import Plan
 from .stages import across_lanes, down_rows
 
-__all__ = ["HeadOperands", "Solved", "by_head", "decay_factors", "gradients", "scores"]
+__all__ = ["ChannelOperands", "Solved", "by_head", "decay_factors", "gradients", "scores"]
 
 Array = Any
 Factors = list[tuple[Array, Array]]
 
-_SUBLANES = 8  # rows of a float32 tile
 
-
-class HeadOperands(NamedTuple):
+class ChannelOperands(NamedTuple):
     """Of a chunk and value head, float32: q, k, g [C, K]; v, dO [C, V]; b [C, 1 or K] and w [C, 1 or V], None where
     there is none, w too where b is one gate for both; S, at the chunk's start, and dS, the cotangent of the state after
     it, [K, V]."""
@@ -82,32 +82,9 @@ def by_head(run: Callable[..., Iterator[Any]], heads: Sequence[tuple[Any, ...]],
     not compile it once a head.
     """
     if batched:
-        found = jax.vmap(lambda args: _finished(run(*args)))(jax.tree.map(lambda *a: jnp.stack(a), *heads))
+        found = jax.vmap(lambda args: interleave([run(*args)])[0])(jax.tree.map(lambda *a: jnp.stack(a), *heads))
         return [jax.tree.map(lambda a, i=i: a[i], found) for i in range(len(heads))]
-    parts = [run(*args) for args in heads]
-    found: list[Any] = [None] * len(parts)
-    going = dict(enumerate(parts))
-    while going:
-        for i, part in list(going.items()):
-            try:
-                next(part)
-            except StopIteration as end:
-                found[i] = end.value
-                del going[i]
-    return found
-
-
-def _finished(part: Iterator[Any]) -> Any:
-    while True:
-        try:
-            next(part)
-        except StopIteration as end:
-            return end.value
-
-
-def _square(size: int) -> tuple[Array, Array]:
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    return row, column
+    return interleave(run(*args) for args in heads)
 
 
 def _half(x: Array, size: int, right: bool) -> Array:
@@ -152,10 +129,10 @@ def decay_factors(p: Plan, g: Array) -> Factors:
     return found
 
 
-def scores(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors) -> Iterator[Any]:
+def scores(p: Plan, mm: KernelProduct, x: ChannelOperands, factors: Factors) -> Iterator[Any]:
     """A (None where nothing erases) and Aqk of a head [C, C], keys as written, without scale."""
     C = x.k.shape[0]
-    row, column = _square(C)
+    row, column = square_indices(C)
     erased, key, _ = x.parts(p.widths.shared)
     rows = [x.q] if erased is None else [x.q, erased]
     out = [jnp.where(row == column, jnp.sum(x.q * key, -1, keepdims=True), 0.0), jnp.zeros((C, C), jnp.float32)]
@@ -163,7 +140,7 @@ def scores(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors) -> Ite
     size = 1
     while size < C:
         P, Q = factors[size.bit_length() - 1]
-        if size < _SUBLANES:
+        if size < SUBLANES:
             decayed, keys = [a * P for a in rows], key * Q
         else:
             decay = _half(P, size, True)
@@ -172,7 +149,7 @@ def scores(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors) -> Ite
         found = mm.right_transposed(jnp.concatenate(decayed, 0), keys, "k", "k")
         yield
         for i, corners in enumerate(_rows(found, len(rows))):
-            if size < _SUBLANES:
+            if size < SUBLANES:
                 apart = row ^ column
                 here = (apart >= size) & (apart < 2 * size) & (row > column)
                 out[i] = jnp.where(here, corners, out[i])
@@ -195,12 +172,12 @@ def _rows(x: Array, count: int) -> list[Array]:
     return [x[n * height : (n + 1) * height] for n in range(count)]
 
 
-def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors, solved: Solved) -> Iterator[Any]:
+def gradients(p: Plan, mm: KernelProduct, x: ChannelOperands, factors: Factors, solved: Solved) -> Iterator[Any]:
     """``ChunkGradients`` of a head, b and w as they are given."""
     S, dS, shared, scale = x.S, x.dS, p.widths.shared, p.scale
     erased, key, written = x.parts(shared)
     C = key.shape[0]
-    row, column = _square(C)
+    row, column = square_indices(C)
     begin, end = factors[-1]
     kept = jnp.exp(jnp.sum(x.g, 0, keepdims=True))
 
@@ -240,40 +217,20 @@ def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors, sol
     dAT = [each(jnp.transpose, a) for a in dA]
     drows[0] = drows[0] + same * key
     dkey = dkey_state + same * x.q
-    # Cotangents of log P and log Q of a level's blocks, first of the whole chunk.
-    line = lax.broadcasted_iota(jnp.int32, key.shape, 0)
+    line = iota(key.shape, 0)
     dP = reads + jnp.where(line == C - 1, through, 0.0)
-    dQ = key * dkey_state
-    pending = None
-    size = C // 2
-    while size:
-        dP, pending = _halved(dP, dQ, pending, size, p.gathers)
-        P, Q = factors[size.bit_length() - 1]
-        apart, small = row ^ column, size < _SUBLANES
-        if small:
-            keys, decayed = key * Q, [a * P for a in rows]
-            corner = (apart >= size) & (apart < 2 * size)
-            lower, upper = partial(_masked, corner & (row > column)), partial(_masked, corner & (row < column))
-            placed, stacked = keys, decayed
-        else:
-            P, Q = _half(P, size, True), _half(Q, size, False)
-            keys, decayed = _half(key, size, False) * Q, [_half(a, size, True) * P for a in rows]
-            lower, upper = (partial(_masked_half, apart, size, right) for right in (True, False))
-            placed = _beside_zeros(keys, size, False)
-            stacked = [_beside_zeros(a, size, True) for a in decayed]
-        lows, ups = [each(lower, a) for a in dA], [each(upper, a) for a in dAT]
-        to_rows = mm(_beside(lows, 0), placed, "dA", "k")
-        to_keys = mm(_beside(ups, 1), jnp.concatenate(stacked, 0), "dA", "k")
-        yield
-        added = (lambda x, a, right: x + a) if small else partial(_added, size=size)
-        for i, a in enumerate(_rows(to_rows, len(rows))):
-            drows[i] = added(drows[i], P * a, right=True)
-            dP = added(dP, decayed[i] * a, right=True)
-        dkey = added(dkey, Q * to_keys, right=False)
-        dQ = added(dQ, keys * to_keys, right=False)
-        size //= 2
-
+    begun = _Cotangents(drows, dkey, dP, key * dkey_state)
+    scored = _Scored(rows, key, dA, dAT, (row, column))
+    drows, dkey, dP, _ = yield from _through_levels(p, mm, factors, scored, begun)
     dg = jnp.where(x.g < RESET, 0.0, dP)
+    return _as_given(x, shared, (drows, dkey, Y), dg, dS0)
+
+
+def _as_given(
+    x: ChannelOperands, shared: bool, d: tuple[list[Array], Array, Array], dg: Array, dS0: Array
+) -> ChunkGradients:
+    """The gradients of a head's operands from those of its rows, of keys as written, and of what is written."""
+    drows, dkey, Y = d
     if shared:
         db = jnp.sum(dkey * x.k, -1, keepdims=True)
         return ChunkGradients(drows[0], drows[1] + x.b * dkey, Y, dg, db, None, dS0)
@@ -288,6 +245,83 @@ def gradients(p: Plan, mm: KernelProduct, x: HeadOperands, factors: Factors, sol
     return ChunkGradients(drows[0], dkey, dv, dg, db, dw, dS0)
 
 
+class _Scored(NamedTuple):
+    """What meets in a head's scores: rows and key [C, K]; dA, the cotangents of the scores of each of ``rows``, and
+    dAT, their transposes, as they enter products [C, C]; square: row and column numbers."""
+
+    rows: list[Array]
+    key: Array
+    dA: list[Parts]
+    dAT: list[Parts]
+    square: tuple[Array, Array]
+
+
+class _Cotangents(NamedTuple):
+    """Of ``_Scored``'s rows and key, to which each level adds; and of log P and log Q of a level's blocks, first of the
+    whole chunk. [C, K] each."""
+
+    rows: list[Array]
+    key: Array
+    P: Array
+    Q: Array
+
+
+def _through_levels(
+    p: Plan, mm: KernelProduct, factors: Factors, x: _Scored, d: _Cotangents
+) -> Generator[None, None, _Cotangents]:
+    """Add what the scores of every level give, from the whole chunk's halves down to single tokens."""
+    drows, dkey, dP, dQ = d
+    pending = None
+    size = x.key.shape[0] // 2
+    while size:
+        dP, pending = _halved(dP, dQ, pending, size, p.gathers)
+        level = _level(x, factors[size.bit_length() - 1], size)
+        lows, ups = [each(level.lower, a) for a in x.dA], [each(level.upper, a) for a in x.dAT]
+        to_rows = mm(_beside(lows, 0), level.placed, "dA", "k")
+        to_keys = mm(_beside(ups, 1), jnp.concatenate(level.stacked, 0), "dA", "k")
+        yield
+        added = (lambda x, a, right: x + a) if size < SUBLANES else partial(_added, size=size)
+        for i, a in enumerate(_rows(to_rows, len(x.rows))):
+            drows[i] = added(drows[i], level.P * a, right=True)
+            dP = added(dP, level.decayed[i] * a, right=True)
+        dkey = added(dkey, level.Q * to_keys, right=False)
+        dQ = added(dQ, level.keys * to_keys, right=False)
+        size //= 2
+    return _Cotangents(drows, dkey, dP, dQ)
+
+
+class _Level(NamedTuple):
+    """One level of the hierarchy, of whole arrays [C, ..] below eight rows, else of the half that takes part.
+
+    P, Q: factors of rows and keys; keys, decayed: keys and rows times them; lower, upper: masks of cotangents and their
+    transposes; placed, stacked: keys and rows in their places among zeros [C, K], for products.
+    """
+
+    P: Array
+    Q: Array
+    keys: Array
+    decayed: list[Array]
+    lower: Callable[[Array], Array]
+    upper: Callable[[Array], Array]
+    placed: Array
+    stacked: list[Array]
+
+
+def _level(x: _Scored, factors: tuple[Array, Array], size: int) -> _Level:
+    (P, Q), (row, column) = factors, x.square
+    apart = row ^ column
+    if size < SUBLANES:
+        keys, decayed = x.key * Q, [a * P for a in x.rows]
+        corner = (apart >= size) & (apart < 2 * size)
+        lower, upper = partial(_masked, corner & (row > column)), partial(_masked, corner & (row < column))
+        return _Level(P, Q, keys, decayed, lower, upper, keys, decayed)
+    P, Q = _half(P, size, True), _half(Q, size, False)
+    keys, decayed = _half(x.key, size, False) * Q, [_half(a, size, True) * P for a in x.rows]
+    lower, upper = (partial(_masked_half, apart, size, right) for right in (True, False))
+    placed, stacked = _beside_zeros(keys, size, False), [_beside_zeros(a, size, True) for a in decayed]
+    return _Level(P, Q, keys, decayed, lower, upper, placed, stacked)
+
+
 def _halved(dP: Array, dQ: Array, pending: Array | None, size: int, gathers: bool) -> tuple[Array, Array | None]:
     """Cotangents of log P of blocks of ``size`` rows from those of blocks of 2 size, log Q's beside them.
 
@@ -295,12 +329,12 @@ def _halved(dP: Array, dQ: Array, pending: Array | None, size: int, gathers: boo
     sublanes [C / 2 size, 8, K], so that sublanes are summed only once, where blocks of eight rows are cut.
     """
     C, K = dP.shape
-    if size >= _SUBLANES:
-        by_block = lambda x: jnp.reshape(x, (C // (2 * size), 2, size // _SUBLANES, _SUBLANES, K))  # noqa: E731
+    if size >= SUBLANES:
+        by_block = lambda x: jnp.reshape(x, (C // (2 * size), 2, size // SUBLANES, SUBLANES, K))  # noqa: E731
         right, left = jnp.sum(by_block(dP)[:, 1], 1), jnp.sum(by_block(dQ)[:, 0], 1)
         if pending is not None:
             right, left = right + pending, left + pending
-        return dP, jnp.reshape(jnp.stack([right, left], 1), (C // size, _SUBLANES, K))
+        return dP, jnp.reshape(jnp.stack([right, left], 1), (C // size, SUBLANES, K))
 
     def over_blocks(x: Array, size: int) -> Array:
         """Sums over ``size`` rows, at each of them."""
@@ -312,7 +346,7 @@ def _halved(dP: Array, dQ: Array, pending: Array | None, size: int, gathers: boo
 
     P, Q, row = tiles(dP), tiles(dQ), rows_of_tiles(dP)
     if pending is not None:
-        P = P + jnp.where(row == _SUBLANES - 1, over_blocks(pending, _SUBLANES), 0.0)
+        P = P + jnp.where(row == SUBLANES - 1, over_blocks(pending, SUBLANES), 0.0)
     total = over_blocks(jnp.where(row & size != 0, P, Q), size)
     P = P + jnp.where(row & (size - 1) == size - 1, exchanged(total, size, gathers), 0.0)
     return jnp.reshape(P, (C, K)), None

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from ....spec import stages as spec
 from ..common.products import KernelProduct, exact_sums
+from ..common.registers import square_indices
 from .stages import across_lanes, pair_decay
 
-__all__ = ["Gradients", "chunk_gradients"]
+__all__ = ["Gradients", "HeadOperands", "chunk_gradients"]
 
 Array = Any
 
@@ -32,9 +32,22 @@ class Gradients(NamedTuple):
     S: Array
 
 
+class HeadOperands(NamedTuple):
+    """A chunk's operands: q, k [P, 1, C, K]; v [P, R, C, V]; b and decays [P, R, C, 1]; reset, the same, where g is a
+    reset; S, the state at the chunk's start [P, R, K, V]."""
+
+    q: Array
+    k: Array
+    v: Array
+    b: Array
+    decays: spec.Decays
+    reset: Array
+    S: Array
+
+
 def _triangle(size: int, shift: int) -> Array:
     """[C, C], where the column is at most the row plus ``shift``."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    row, column = square_indices(size)
     return column <= row + shift
 
 
@@ -46,14 +59,7 @@ def _from_here_on(x: Array) -> Array:
 def chunk_gradients(
     mm: KernelProduct,
     stages: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    b: Array,
-    G: Array,
-    count: Array,
-    reset: Array,
-    S: Array,
+    x: HeadOperands,
     scale: float,
     dO: Array,
     dS: Array,
@@ -61,16 +67,16 @@ def chunk_gradients(
     """Cotangents from those of the output dO [P, R, C, V] and of the state after the chunk dS [P, R, K, V].
 
     Args:
-        q, k: [P, 1, C, K]; v: [P, R, C, V]; b, G, count: [P, R, C, 1]; reset: the same, where g is a reset.
-        S: the state at the chunk's start.
+        x: the operands.
         stages: the functions that the forward pass is made of; what it solved is solved again.
     """
-    D = pair_decay(G, count)
+    q, k, v, b, decays, reset, S = x
+    D = pair_decay(*decays)
     strict = _triangle(k.shape[-2], -1)
     qk, kk = mm.right_transposed(q, k, "q", "k"), mm.right_transposed(k, k, "k", "k")
     T = stages.inverse(mm, jnp.where(strict, b * kk * D, 0.0))
-    Vn = stages.delta(mm, T, k, v, b, b, G, count, S)
-    begin, end, kept = (f(jnp, spec.Decays(G, count)) for f in (spec.from_start, spec.to_end, spec.across))
+    Vn = stages.delta(mm, T, k, v, b, b, decays, S)
+    begin, end, kept = (f(jnp, decays) for f in (spec.from_start, spec.to_end, spec.across))
 
     dVn = mm.left_transposed(scale * qk * D, dO, "Aqk", "dO") + end * mm(k, dS, "k", "dS")
     X = mm.left_transposed(T, dVn, "T", "dVn")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
+from ..common.registers import iota
 from ..common.tiles import LANES
 from .plan import Plan
 
-__all__ = ["Rows", "gate_block", "gates_by_token"]
+__all__ = ["Rows", "gates_by_token", "gates_in_blocks"]
 
 Array = Any
 
@@ -22,18 +20,15 @@ def _together(p: Plan, n: int) -> bool:
     return p.groups == 1 or p.heads * n % LANES == 0
 
 
-def gate_block(
-    p: Plan, a: Array, n: int, tokens: Callable[..., Any], column: Callable[..., Any]
-) -> tuple[Array, pl.BlockSpec]:
-    """Gates [B, T, HV, n] as a kernel takes them, and their blocks.
+def gates_in_blocks(p: Plan, a: Array, n: int) -> tuple[Array, tuple[int, ...]]:
+    """Gates [B, T, HV, n] as a kernel takes them, and the shape of a block of them.
 
-    As they lie, by the index map ``tokens``, where that is legal; else with the groups of heads apart, [B, groups, T,
-    heads * n], by ``column``.
+    As they lie, where that is legal, [B, T, HV n]; else with the groups of heads apart, [B, groups, T, heads * n].
     """
     if _together(p, n):
-        return jnp.reshape(a, (p.B, p.T, -1)), pl.BlockSpec((1, p.C, p.heads * n), tokens)
+        return jnp.reshape(a, (p.B, p.T, -1)), (1, p.C, p.heads * n)
     apart = jnp.swapaxes(jnp.reshape(a, (p.B, p.T, p.groups, p.heads * n)), 1, 2)
-    return apart, pl.BlockSpec((1, 1, p.C, p.heads * n), column)
+    return apart, (1, 1, p.C, p.heads * n)
 
 
 def gates_by_token(p: Plan, a: Array, n: int) -> Array:
@@ -50,7 +45,7 @@ class Rows(NamedTuple):
 
     def own(self, width: int) -> Array:
         """Which they are, [C, width]."""
-        row = lax.broadcasted_iota(jnp.int32, (self.p.C, width), 0)
+        row = iota((self.p.C, width), 0)
         return (row >= self.begin) & (row < self.end)
 
     def heads(self, ref: Any, number: int, width: int, of: int) -> Array:
@@ -85,7 +80,7 @@ class Rows(NamedTuple):
 
     def put_columns(self, ref: Any, columns: list[Array]) -> None:
         """A column [C, 1] a head into a block [1, 1, C, heads] or [1, C, heads]."""
-        lane = lax.broadcasted_iota(jnp.int32, (self.p.C, len(columns)), 1)
+        lane = iota((self.p.C, len(columns)), 1)
         a = jnp.zeros(lane.shape, jnp.float32)
         for i, column in enumerate(columns):
             a = jnp.where(lane == i, column, a)
