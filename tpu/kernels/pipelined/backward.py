@@ -151,7 +151,7 @@ def reverse(
     """
     given, results = _blocks(p, operands, kept, cotangents, dtypes)
     how = Launch("gated_delta_rule_reverse", (p.parts, p.entries), p.vmem, interpret)
-    d = launch(partial(_kernel, p), how, None, given, results, pltpu.VMEM((p.heads, C, C), F32))
+    d = launch(partial(_kernel, p), how, None, given, results, pltpu.VMEM(p.square, F32))
     heads = lambda a: jnp.reshape(a, (p.B, p.T, -1, C))  # noqa: E731
     per_head = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, -1, p.T)), 1, 2)[..., None]  # noqa: E731
     tokens = [heads(a) for a in (d.dq, d.dk, d.dv)]

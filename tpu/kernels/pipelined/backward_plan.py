@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ....spec.problem import Signature
 from ...chips import Chip
+from ..common.buffers import Buffer, bytes_of
 from ..common.gate_widths import ONE_GATE, widths
 from ..common.tiles import CHUNK
 from ..plain.plan import backward_plan
@@ -56,13 +57,38 @@ class Reverse(NamedTuple):
         return self.T % (self.U * CHUNK) != 0
 
     @property
+    def square(self) -> tuple[int, ...]:
+        """Shape of a [C, C] of every value head, as which a state's cotangent is carried from chunk to chunk."""
+        return self.heads, CHUNK, CHUNK
+
+    @property
+    def blocks_in_vmem(self) -> list[Buffer]:
+        """Blocks of operands and results; rows of gates are a few sublanes, and left out."""
+        keys, values = (self.U * CHUNK, self.P * CHUNK), (self.U * CHUNK, self.heads * CHUNK)
+        made = {2: "bfloat16", 4: "float32"}[self.bytes]
+        return [
+            Buffer("q, k", keys, "bfloat16", 2),
+            Buffer("dq, dk", keys, made, 2),
+            Buffer("dO", values, "bfloat16"),
+            Buffer("dv", values, made),
+            Buffer("S", (self.U, *self.square), "float32"),
+            Buffer("M, u", (self.U, self.summands, *self.square), "bfloat16", 2),
+            Buffer("dS_last, dS_first", self.square, "float32", 2),
+        ]
+
+    @property
+    def values_in_vmem(self) -> list[Buffer]:
+        """Scratch, and what the compiler spills, as programs that were compiled had it."""
+        return [
+            Buffer("scratch: dSt", self.square, "float32"),
+            Buffer("spilled values", (self.U, *self.square), "float32", 16),
+            Buffer("spilled operands of products", (self.U, self.summands, *self.square), "bfloat16", 16),
+        ]
+
+    @property
     def vmem(self) -> int:
-        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
-        square = CHUNK * CHUNK
-        blocks = self.P * square * 2 * (2 + self.bytes) + self.heads * square * (6 + self.bytes + 4 * self.summands)
-        return 2 * (self.U * blocks + 2 * self.heads * square * 4) + self.heads * square * (
-            4 + self.U * (64 + 32 * self.summands)
-        )
+        """Bytes of VMEM: blocks twice, since they are fetched ahead, scratch, and what the compiler spills."""
+        return 2 * bytes_of(self.blocks_in_vmem) + bytes_of(self.values_in_vmem)
 
 
 def reverse_plan(s: Signature, chip: Chip) -> tuple[Pipeline, Reverse] | None:

@@ -199,7 +199,7 @@ def backward(
     room = None if p.vmem < 8 << 20 else p.vmem + (8 << 20)
     how = blocks.launch("gated_delta_rule_backward", room, making.interpret)
     make = _Make(making.stages, making.interpret is not False)
-    state = pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)
+    state = pltpu.VMEM(p.state, jnp.float32)
     out = launch(partial(_kernel, p, make), how, table, operands, results, state)
     heads = lambda a, width: jnp.reshape(a, (p.B, p.T, -1, width))  # noqa: E731
     found = tuple(gates_by_token(p, a, n) for a, n in zip(out.gates, p.widths.given, strict=True))

@@ -131,11 +131,11 @@ class Blocks(NamedTuple):
 
     def keys(self, a: Any) -> Block:
         """Of q or k [B, T, H K], or their gradients."""
-        return Block(a, pl.BlockSpec((1, self.p.C, self.p.P * self.p.K), self._tokens))
+        return Block(a, pl.BlockSpec((1, *self.p.key_block), self._tokens))
 
     def values(self, a: Any) -> Block:
         """Of v, o or their cotangents [B, T, HV V]."""
-        return Block(a, pl.BlockSpec((1, self.p.C, self.p.heads * self.p.V), self._tokens))
+        return Block(a, pl.BlockSpec((1, *self.p.value_block), self._tokens))
 
     def gates(self, gates: tuple[Array, ...]) -> tuple[Block, ...]:
         """Of gates [B, T, HV, n], as they lie where that is a legal block, else with the groups of heads apart."""
@@ -147,7 +147,7 @@ class Blocks(NamedTuple):
 
     def states(self, a: Any) -> Block:
         """Of states [N, HV, K, V]."""
-        return Block(a, pl.BlockSpec((1, self.p.heads, self.p.K, self.p.V), self._slot))
+        return Block(a, pl.BlockSpec((1, *self.p.state), self._slot))
 
     def of_chunk(self, a: Any) -> Block:
         """Of what there is of every chunk of the table, [chunks, HV, ...]."""

@@ -133,7 +133,7 @@ def forward(
     )
     room = None if p.vmem < 8 << 20 else 2 * p.vmem if len(probe) > 1 else p.vmem + (8 << 20)
     how = blocks.launch("gated_delta_rule_forward", room, making.interpret)
-    state = pltpu.VMEM((p.heads, p.K, p.V), jnp.float32)
+    state = pltpu.VMEM(p.state, jnp.float32)
     out = launch(partial(_kernel, p, making.stages, tuple(shown)), how, table, operands, results, state)
     return jnp.reshape(out.o, (p.B, p.T, HV, p.V)), out.after, dict(zip(shown, out.probes, strict=True))
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ....spec.problem import Signature
 from ...chips import Chip
+from ..common.buffers import Buffer, bytes_of
 from ..common.gate_widths import ONE_GATE, Widths, widths
-from ..common.tiles import CHUNK, LANES, whole_lanes
+from ..common.tiles import CHUNK, LANES
 
 __all__ = ["TABLE_LIMIT", "Plan", "backward_plan", "plan"]
 
@@ -66,16 +67,52 @@ class Plan(NamedTuple):
         return self.blocks + self.N - 1 if self.packed else self.B * self.blocks
 
     @property
+    def key_block(self) -> tuple[int, int]:
+        """Shape of a block of q or k."""
+        return self.C, self.P * self.K
+
+    @property
+    def value_block(self) -> tuple[int, int]:
+        """Shape of a block of v or o."""
+        return self.C, self.heads * self.V
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a block of states, and of the scratch that carries one from chunk to chunk."""
+        return self.heads, self.K, self.V
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of q and k, and of v and o, at most."""
+        return tuple({2: "bfloat16", 4: "float32"}[n] for n in (self.q_bytes, self.v_bytes))
+
+    @property
+    def blocks_in_vmem(self) -> list[Buffer]:
+        """Blocks of operands and results."""
+        keys, values = self.dtypes
+        return [
+            Buffer("q, k", self.key_block, keys, 2),
+            Buffer("v, o", self.value_block, values, 2),
+            *(Buffer("gate", (self.C, self.heads * n), "float32") for n in self.widths.given),
+            Buffer("states before and after", self.state, "float32", 2),
+        ]
+
+    @property
+    def values_in_vmem(self) -> list[Buffer]:
+        """Scratch, and values that registers do not hold, as programs that were compiled had them."""
+        tokens = self.heads, self.C
+        return [
+            Buffer("scratch: the state", self.state, "float32"),
+            Buffer("pairs of tokens", (*tokens, self.C), "float32", 8),
+            Buffer("keys", (*tokens, self.K), "float32", 3 if self.widths.decay == 1 else 12),
+            Buffer("values", (*tokens, self.V), "float32", 6),
+            Buffer("states", self.state, "float32", 2),
+        ]
+
+    @property
     def vmem(self) -> int:
-        """Estimated bytes of VMEM a grid step: blocks twice (they are fetched ahead), scratch, and values."""
-        lanes = whole_lanes
-        C, heads = self.C, self.heads
-        tokens = C * (2 * lanes(self.P * self.K) * self.q_bytes + 2 * lanes(heads * self.V) * self.v_bytes)
-        gates = 4 * C * sum(lanes(heads * n) for n in self.widths.given)
-        state = heads * self.K * lanes(self.V) * 4
-        keys = 3 if self.widths.decay == 1 else 12
-        values = heads * C * (8 * lanes(C) + keys * lanes(self.K) + 6 * lanes(self.V)) * 4
-        return 2 * (tokens + gates + 2 * state) + state + values + 2 * state
+        """Estimated bytes of VMEM a grid step: blocks twice, since they are fetched ahead, scratch, and values."""
+        return 2 * bytes_of(self.blocks_in_vmem) + bytes_of(self.values_in_vmem)
 
     @property
     def table_bytes(self) -> int:
@@ -84,20 +121,34 @@ class Plan(NamedTuple):
 
 
 class _Backward(Plan):
-    """The same of the backward kernel, whose chunks are those that states were kept of."""
+    """The plan of the backward kernel, whose chunks are those that states were kept of."""
 
     @property
-    def vmem(self) -> int:
-        """Estimated bytes of VMEM a grid step, as for ``Plan``."""
-        lanes = whole_lanes
-        C, heads, keys, values = self.C, self.heads, lanes(self.K), lanes(self.V)
-        tokens = C * (lanes(self.P * self.K) * (2 * self.q_bytes + 8) + 3 * lanes(heads * self.V) * 4)
-        gates = 2 * 4 * C * sum(lanes(heads * n) for n in self.widths.given)
-        state = heads * self.K * values * 4
-        factors = 0 if self.widths == ONE_GATE else 2 * C.bit_length() + 6
-        spilled = heads * C * (14 * lanes(C) + (6 + factors) * keys + 8 * values) * 4
-        kept = 0 if self.widths == ONE_GATE else 3 * heads * C * lanes(C) * 4
-        return 2 * (tokens + gates + 3 * state + kept) + 4 * state + spilled
+    def blocks_in_vmem(self) -> list[Buffer]:
+        """Blocks of operands and results."""
+        found = [
+            Buffer("q, k", self.key_block, self.dtypes[0], 2),
+            Buffer("dq, dk", self.key_block, "float32", 2),
+            Buffer("v, dO, dv", self.value_block, "float32", 3),
+            *(Buffer("gate and its cotangent", (self.C, self.heads * n), "float32", 2) for n in self.widths.given),
+            Buffer("state, and cotangents of states before and after", self.state, "float32", 3),
+        ]
+        if self.widths != ONE_GATE:
+            found.append(Buffer("M, u, Aqk", (self.heads, 2, self.C, self.C), "bfloat16", 3))
+        return found
+
+    @property
+    def values_in_vmem(self) -> list[Buffer]:
+        """Scratch, and values that registers do not hold, as programs that were compiled had them."""
+        tokens = self.heads, self.C
+        factors = 0 if self.widths == ONE_GATE else 2 * self.C.bit_length() + 6  # P and Q of every level, and six more
+        return [
+            Buffer("scratch: the state's cotangent", self.state, "float32"),
+            Buffer("pairs of tokens", (*tokens, self.C), "float32", 14),
+            Buffer("keys", (*tokens, self.K), "float32", 6 + factors),
+            Buffer("values", (*tokens, self.V), "float32", 8),
+            Buffer("states", self.state, "float32", 3),
+        ]
 
 
 def plan(s: Signature, chip: Chip, kind: type[Plan] = Plan, gates: Widths | None = None) -> Plan:
