@@ -8,15 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from .registers import BF16, F32
+from .tiles import PIECES
 
 __all__ = ["PIECES", "Parts", "each", "exact_pieces", "pieces"]
 
 Array = Any
 #: Arrays of one shape that add up to an operand.
 Parts = tuple[Array, ...]
-
-#: bfloat16 pieces of a float32 number that add up to it exactly.
-PIECES = 3
 
 
 def pieces(x: Array, count: int) -> Parts:

@@ -16,7 +16,7 @@ from .memory import place_of_chunk
 from .parts import Part, own
 from .plan import Pipeline
 from .refs import Inputs
-from .slots import spread_by_xlu
+from .vmem import spread_by_xlu
 
 __all__ = ["Gates", "StepGates", "gates_of_chunks"]
 

@@ -12,6 +12,7 @@ from ...tiling import Entry, best
 from ..common.gate_widths import Widths, widths
 from ..common.tiles import CHUNK, LANES
 from ..plain.plan import TABLE_LIMIT, plan
+from . import vmem
 
 __all__ = [
     "UNITS",
@@ -201,31 +202,8 @@ class Pipeline(NamedTuple):
 
     @property
     def vmem(self) -> int:
-        """Bytes of VMEM: blocks twice, scratch, and what the compiler spills."""
-        square, kept = CHUNK * CHUNK, 4 if self.precision == "highest" else 2
-        key_tiles, value_tiles = self.P * self.K // LANES, self.heads * self.V // LANES
-        K, V = self.key_lanes, self.value_lanes
-        state = self.heads * self.K * -(-self.V // LANES) * LANES * 4
-        tokens = self.U * square
-        blocks = tokens * (4 * key_tiles * self.k_bytes + 2 * value_tiles * self.v_bytes)
-        blocks += state * ((self.U if self.starts else 0) if self.packed else 2)
-        blocks += state * self.U if "S" in self.keeps else 0
-        blocks += self.U * self.heads * square * 2 * self.summands * len(set(self.keeps) - {"S"})
-        slot = self.heads * (self.summands * kept * CHUNK * (CHUNK + K + CHUNK + 112) + 16 * CHUNK * 4) + square * 2
-        slot += 4 * self.heads * CHUNK * V if self.keeps_values else 0
-        if self.by_channel:
-            blocks += tokens * 4 * self.heads * sum(n > 1 for n in self.widths.given)
-            slot += 2 * kept * self.heads * square
-        elif self.changes_keys:
-            slot += 2 * kept * self.P * CHUNK * K
-        if self.inside.width:
-            slot += 4 * (2 * key_tiles + value_tiles) * square
-        scratch = self.heads * K * V * 4 * (self.U if self.packed else 1)
-        if self.packed:
-            scratch += self.U * value_tiles * square * self.v_bytes
-        spilled = self.heads * square * 16 * (1 + 2 * self.summands * (kept // 2)) * max(K, V) // LANES
-        spilled += self.heads << 20 if self.by_channel else 0
-        return 2 * blocks + self.U * slot + scratch + spilled
+        """Bytes of VMEM a grid step, estimated."""
+        return vmem.vmem(self)
 
 
 #: Chunks of a grid step of the pipeline: at least its depth.

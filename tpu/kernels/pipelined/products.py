@@ -11,6 +11,7 @@ from ..common.products import dot
 from ..common.registers import BF16, F32, iota
 from ..common.summands import Parts, pieces
 from ..common.tiles import CHUNK
+from . import vmem
 from .plan import Pipeline
 
 __all__ = ["halves", "operand_dtype", "product", "spread"]
@@ -20,7 +21,7 @@ Array = Any
 
 def operand_dtype(p: Pipeline) -> Any:
     """The dtype of operands of products, or of their summands."""
-    return F32 if p.precision == "highest" else BF16
+    return jnp.dtype(vmem.operand_dtype(p))
 
 
 def halves(p: Pipeline, x: Array) -> Parts:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..common.registers import BF16, F32
-from ..common.summands import PIECES, Parts
-from ..common.tiles import CHUNK, SUBLANES
+from ..common.buffers import Buffer
+from ..common.summands import Parts
+from . import vmem
 from .plan import Pipeline
-from .products import operand_dtype
 
-__all__ = ["Blocks", "ChannelSlot", "Slot", "read", "slot", "spread_by_xlu", "write"]
+__all__ = ["Blocks", "ChannelSlot", "Slot", "read", "slot", "write"]
 
 Array = Any
 Ref = Any
@@ -84,41 +84,19 @@ class ChannelSlot:
     blocks: Blocks | None
 
 
-def spread_by_xlu(p: Pipeline) -> bool:
-    """Whether columns of decays are float32 and spread by the XLU, and not in pieces by the matrix unit."""
-    return p.precision != "fast"
-
-
-def _blocks(p: Pipeline) -> Blocks:
-    wide = lambda rows: pltpu.VMEM((p.heads, p.summands, rows, CHUNK), operand_dtype(p))  # noqa: E731
-    return Blocks(pltpu.VMEM((p.heads, 16, CHUNK), F32), wide(16), wide(32), wide(64), wide(CHUNK))
+def _allocated(buffers: list[Buffer]) -> dict[str, Any]:
+    """Buffers by name, as the kernel allocates them."""
+    return {buffer.name: pltpu.VMEM(buffer.shape, jnp.dtype(buffer.dtype)) for buffer in buffers}
 
 
 def slot(p: Pipeline) -> Slot | ChannelSlot:
-    """What a chunk's slot allocates."""
-    C = CHUNK
-    wide = lambda rows: pltpu.VMEM((p.heads, p.summands, rows, C), operand_dtype(p))  # noqa: E731
+    """What a chunk's slot allocates: the buffers that the plan has counted."""
+    blocks = Blocks(**_allocated(vmem.inverse_blocks(p))) if p.widths.erase else None
+    found = _allocated(vmem.slot(p))
     if p.by_channel:
-        erase = p.widths.erase > 0
-        return ChannelSlot(
-            Aqk=wide(C),
-            kt=wide(C),
-            reads=pltpu.VMEM((p.heads, 2 * C if erase else C, C), BF16),
-            total=pltpu.VMEM((C, PIECES * p.heads), BF16),
-            v=pltpu.VMEM((p.heads, C, C) if p.keeps_values else (SUBLANES, C), F32),
-            blocks=_blocks(p) if erase else None,
-        )
-    decays = p.heads * p.decays
-    keys = pltpu.VMEM((p.P, C, p.key_lanes), operand_dtype(p)) if p.changes_keys else None
-    return Slot(
-        before=pltpu.VMEM((C, decays), F32) if spread_by_xlu(p) else pltpu.VMEM((C, PIECES * decays), BF16),
-        Aqk=wide(C),
-        kt=wide(p.key_lanes),
-        blocks=_blocks(p),
-        q=keys,
-        k=keys,
-        v=pltpu.VMEM((p.heads, C, p.value_lanes), F32) if p.inside.width else None,
-    )
+        return ChannelSlot(**found, blocks=blocks)
+    assert blocks is not None
+    return Slot(**{"q": None, "k": None, "v": None, **found}, blocks=blocks)
 
 
 def write(ref: Ref, head: int, parts: Parts, rows: slice = slice(None)) -> None:
