@@ -65,7 +65,7 @@ def _run(backend: Backend, inputs: Inputs) -> Arrays:
 
 
 def _with_gradients(backend: Backend, inputs: Inputs) -> Arrays:
-    """The same, and gradients as grad_*."""
+    """The results of a call by name, and its gradients as grad_*."""
     try:
         return computed(backend, _problem(backend, inputs), inputs)
     except GdnError as error:
@@ -279,7 +279,7 @@ def scaling(backend: Backend, case: Case) -> None:
 
 
 def dtypes(backend: Backend, case: Case) -> None:
-    """The same values as float32 give no larger an error than in 16 bits."""
+    """Values in float32 give no larger an error than the very values in 16 bits."""
     if case.dtype == "float32" or case.layout == "step":
         raise Void
     inputs = build(case)
