@@ -60,7 +60,7 @@ class Pallas(Backend):
 
     @cached_property
     def alone(self) -> Pallas:
-        """The same without ``elsewhere``: what runs where it is asked for by name."""
+        """This backend without ``elsewhere``: what runs where it is asked for by name."""
         return self if self.elsewhere is None else Alone(self._stages)
 
     @property
@@ -159,7 +159,7 @@ class Alone(Pallas):
 
 
 class Interpreted(Pallas):
-    """The same kernel by Pallas' interpreters, on whatever XLA runs on."""
+    """The kernels by Pallas' interpreters, on whatever XLA runs on."""
 
     name = "pallas-interpret"
     auto = False
