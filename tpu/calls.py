@@ -114,7 +114,7 @@ def _forward(e: Execution, operands: Operands) -> Any:
     """The call, and what the backward pass needs beside the operands."""
     if e.training is None:
         return _call(e, operands), (operands, None)
-    out, kept = _keeping(e, operands)
+    out, kept = _call_with_kept(e, operands)
     return out, (operands, {name: checkpoint_name(a, KEPT) for name, a in kept.items()})
 
 
@@ -133,7 +133,7 @@ _call.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
-def _keeping(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
+def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
     """The call, and what its chunks leave to the backward pass."""
     assert e.training is not None
     p = e.training.forward
@@ -152,11 +152,11 @@ def _keeping(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
 
 
 @own_settings
-def _keeping_backward(e: Execution, operands: Operands, cotangents: Any) -> Any:
+def _call_with_kept_backward(e: Execution, operands: Operands, cotangents: Any) -> Any:
     return ({**dict.fromkeys(operands), **_pull_other(e, operands, cotangents[0])},)
 
 
-_keeping.defvjp(lambda *args: (_keeping(*args), args[-1]), _keeping_backward)
+_call_with_kept.defvjp(lambda *args: (_call_with_kept(*args), args[-1]), _call_with_kept_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,7 +228,7 @@ def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
 
 
 def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str, ...] = ()) -> tuple[Outputs, Operands]:
-    """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.forward.PROBED``)."""
+    """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.plain.forward.PROBED``)."""
     s = e.signature
     x, reached = separated(prepare(jnp, s, operands))
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S
