@@ -228,7 +228,7 @@ def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
 
 
 def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str, ...] = ()) -> tuple[Outputs, Operands]:
-    """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.plain.forward.PROBED``)."""
+    """A call by the plain kernel, and by name what it shows of each chunk (``kernels.plain.forward.PROBED``)."""
     s = e.signature
     x, reached = separated(prepare(jnp, s, operands))
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S

@@ -14,7 +14,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Buffer(NamedTuple):
-    """An array in VMEM, or ``count`` of them.
+    """An array in VMEM, or ``number`` of them.
 
     dtype: "float32" or "bfloat16". The last axis takes whole registers of lanes.
     """
@@ -22,12 +22,12 @@ class Buffer(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    count: int = 1
+    number: int = 1
 
     @property
     def bytes(self) -> int:
         """Of all of them."""
-        return self.count * prod(self.shape[:-1]) * whole_lanes(self.shape[-1]) * _BYTES[self.dtype]
+        return self.number * prod(self.shape[:-1]) * whole_lanes(self.shape[-1]) * _BYTES[self.dtype]
 
 
 def bytes_of(buffers: Iterable[Buffer]) -> int:

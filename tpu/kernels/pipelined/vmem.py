@@ -107,7 +107,7 @@ def spilled(p: Pipeline) -> list[Buffer]:
         found.append(Buffer("factors and levels", (p.heads, C, C), "float32", 16))
     if not p.widths.erase:  # such programs hold no blocks of the inverse, and were compiled with as much room
         found.append(Buffer("in the place of e", (p.U, p.heads, C, C), "bfloat16"))
-        found += [buffer._replace(count=p.U) for buffer in inverse_blocks(p)]
+        found += [buffer._replace(number=p.U) for buffer in inverse_blocks(p)]
     return found
 
 

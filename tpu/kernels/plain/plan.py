@@ -84,7 +84,8 @@ class Plan(NamedTuple):
     @property
     def dtypes(self) -> tuple[str, str]:
         """Of q and k, and of v and o, at most."""
-        return tuple({2: "bfloat16", 4: "float32"}[n] for n in (self.q_bytes, self.v_bytes))
+        names = {2: "bfloat16", 4: "float32"}
+        return names[self.q_bytes], names[self.v_bytes]
 
     @property
     def blocks_in_vmem(self) -> list[Buffer]:
