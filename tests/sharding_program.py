@@ -1,4 +1,4 @@
-"""Calls split over rows and heads of a mesh of 2 x 4 devices, against the same calls on one; run by test_sharding.py."""
+"""Calls split over rows and heads of 2 x 4 devices, against the same calls on one; run by test_sharding.py."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ by_tokens = jax.device_put(x["q"], NamedSharding(EXPLICIT, P(None, "data")))
 refuse("explicit tokens", lambda: rule({**x, "q": by_tokens}))
 channels = jax.device_put(x["k"], NamedSharding(EXPLICIT, P(None, None, None, "heads")))
 refuse("explicit channels", lambda: rule({**x, "k": channels}))
-refuse("manual", lambda: jax.shard_map(lambda x: rule(x, sharding=pg.Sharding("data")), mesh=AUTO, in_specs=(P("data"),),
-                                       out_specs=P("data"), axis_names={"data"})(y))  # fmt: skip
+over_rows = {"mesh": AUTO, "in_specs": (P("data"),), "out_specs": P("data"), "axis_names": {"data"}}
+refuse("manual", lambda: jax.shard_map(lambda x: rule(x, sharding=pg.Sharding("data")), **over_rows)(y))
 refuse("twice", lambda: pg.Sharding("data", "data"))
 print(json.dumps(found))

@@ -44,7 +44,8 @@ def mixer(x, **options):
     conv, gate = pg.ShortConv(x.pop("weight"), x.pop("bias")), pg.SoftplusGate(x.pop("A_log"), x.pop("dt_bias"))
     state = pg.MixerState(x.pop("initial_state"), x.pop("conv_state"))
     o, after = pg.gated_delta_mixer(
-        qkv, x.pop("g"), conv=conv, gate=gate, num_heads=H, key_dim=K, state=state, output_final_state=True, **x, **options,
+        qkv, x.pop("g"), conv=conv, gate=gate, num_heads=H, key_dim=K, state=state, output_final_state=True,
+        **x, **options,
     )  # fmt: skip
     return o, *after
 
@@ -104,13 +105,16 @@ def error(want, got):
     return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(a) + 1e-30)) for a, b in pairs)
 
 
+def both(call):
+    return jax.jit(lambda smooth, x: (call(x), jax.grad(loss(call))(smooth, x)))
+
+
 found = {}
 for name, (call, x, sharding) in CASES.items():
     if len(sys.argv) > 1 and name not in sys.argv[1:]:
         continue
     smooth = {n: a for n, a in x.items() if a.dtype == jnp.float32}
     split = lambda x, call=call, sharding=sharding: call(x, sharding=sharding)  # noqa: E731
-    both = lambda f: jax.jit(lambda smooth, x: (f(x), jax.grad(loss(f))(smooth, x)))  # noqa: E731
     want, got = both(call)(smooth, x), both(split)(smooth, x)
     found[name] = {"forward": error(want[0], got[0]), "gradient": error(want[1], got[1])}
     if len(sys.argv) > 1:

@@ -93,8 +93,8 @@ def _as_asked(s: Signature, operands: Mapping[str, Array], sharding: Sharding) -
         for name in sharding.axes(role):
             if name not in mesh.axis_names:
                 known = ", ".join(map(repr, mesh.axis_names))
-                hint = did_you_mean(name, mesh.axis_names)
-                raise bad(f"sharding.{role}", repr(name), f"name axes of the mesh, which has {known}{hint}")
+                hint = did_you_mean(name, mesh.axis_names) or "."
+                raise GdnError(f"sharding.{role} is {name!r}, which is no axis of the mesh; its axes are {known}{hint}")
             if name in taken:
                 raise bad(
                     f"sharding.{role}",

@@ -1,8 +1,8 @@
 """What a piece of a sequence does to the state: an affine map, and how such maps are found, joined and applied.
 
 The rule is linear in the state: over any tokens S_out = A S_in + B and o_t = o'_t + P_t^T S_in, with A [K, K],
-B [K, V], o' the outputs from a state of zeros, and P_t [K] for each token. So a sequence may be cut anywhere: the pieces' maps
-are found all at once, joined in order, and each piece corrected by the state that enters it.
+B [K, V], o' the outputs from a state of zeros, and P_t [K] for each token. So a sequence may be cut anywhere: the
+pieces' maps are found all at once, joined in order, and each piece corrected by the state that enters it.
 
 One call of the rule finds all four. Columns of the state do not know of each other, so V more columns cost what they
 cost: with K columns of zeros beside v, and the state [0 | I], the outputs are [o' | P] and the final state is [B | A].
