@@ -27,6 +27,7 @@ from .kernels.reverse import reverse
 from .pipeline_plan import Pipeline
 from .pipelined import by_pipeline
 from .plan import CHUNK, Plan, widths
+from .prologue import inside
 from .reverse_plan import Reverse
 from .segments import marked, separated
 
@@ -243,14 +244,24 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
     s, bounds = e.signature, operands.get("cu_seqlens")
     assert e.training is not None
-
-    def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
-        x = prepare(jnp, s, {**operands, **smooth})
-        return x._replace(starts=None), x.starts
-
-    x, pull, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
-    x, reached = separated(x._replace(starts=starts))
     dO, dS, d_conv_state = cotangents
+    p = e.training.backward
+    before = inside(s, e.chip, e.interpret, operands)
+    starts = reached = None
+    if before is not None:
+        names, keys, values = _rule_dtypes(p)
+        x = before.prepared(names, keys, values)
+        pull = before.pulled
+        d_conv_state = d_conv_state if s.output_final_state else None  # else nobody is given that state
+    else:
+
+        def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
+            x = prepare(jnp, s, {**operands, **smooth})
+            return x._replace(starts=None), x.starts
+
+        x, pull_smooth, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
+        pull = lambda d: pull_smooth(d)[0]  # noqa: E731
+        x, reached = separated(x._replace(starts=starts))
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
     if dO.dtype == jnp.float32 and s.precision != "highest":
@@ -258,7 +269,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
-    p, dtypes = e.training.backward, _gradient_dtypes(s)
+    dtypes = _gradient_dtypes(s)
     d: RuleGradients
     if isinstance(p, Reverse):
         keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
@@ -267,7 +278,10 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     else:
         rule = _rule_operands(s, p, x)
         d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=e.interpret, stages=e.stages)
-    q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
+    # The prologue's own kernel leaves out tokens of no sequence by itself.
+    channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
+    g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d.gates)
+    q, k, v = channels
     g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None
     if x.b is not None:
@@ -277,7 +291,15 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     state = d.S
     if reached is not None:
         (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))[0]
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))
+
+
+def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
+    """Which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
+    if isinstance(p, Reverse):
+        return "qk", jnp.bfloat16, jnp.bfloat16
+    of = {2: jnp.bfloat16, 4: jnp.float32}
+    return "qkv", of[p.q_bytes], of[p.v_bytes]
 
 
 def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:

@@ -1,0 +1,240 @@
+"""Convolution, silu and l2norm of whole arrays of channels, for the backward pass, which keeps none of their values.
+
+Blocks of tokens and channels; a block comes with the tokens before it. Each head's channels are one loop's turn.
+Blocks in which a sequence begins or ends, or a row ends, are computed by a second copy of the code, with masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...spec.gates import L2_EPS
+from ..plan import LANES
+from ..prologue_plan import HALO, Prologue
+from .results import result_shapes
+from .settings import pallas_call
+
+__all__ = [
+    "ROWS",
+    "UNROLL",
+    "Places",
+    "activated",
+    "at_lanes",
+    "block_specs",
+    "by_part",
+    "decoded",
+    "fill_window",
+    "head_sums",
+    "of_part",
+    "prologue",
+    "seen",
+    "tap_rows",
+    "turns",
+    "validity",
+]
+
+Array = Any
+F32 = jnp.float32
+#: Rows that are in registers at a time.
+ROWS = 64
+#: Heads whose instructions stand side by side.
+UNROLL = 2
+
+
+class Places(NamedTuple):
+    """Where tokens stand in their sequences, for blocks of ``Prologue.R``.
+
+    code: [T, 128] bfloat16, all lanes alike: tokens before a token in its sequence plus 8 times those behind it, each
+        up to taps - 1; -1 outside of all sequences. Of plans without masks one block, which nobody reads.
+    special: [blocks] int32, 1 where a block needs masks.
+    """
+
+    code: Array
+    special: Array
+
+
+def turns(p: Prologue) -> int:
+    """Heads, or tiles, of a block of channels."""
+    return p.L // max(p.head, LANES)
+
+
+def at_lanes(p: Prologue, turn: Array, tile: int) -> Any:
+    """The lanes of one tile of a turn."""
+    return pl.ds(pl.multiple_of((turn * (max(p.head, LANES) // LANES) + tile) * LANES, LANES), LANES)
+
+
+def head_sums(p: Prologue, tiles: Sequence[Array]) -> list[Array]:
+    """For each tile [rows, 128] of a turn the sum over the lanes of each token's head, at every lane of that head."""
+    if p.head >= LANES:
+        return [jnp.sum(sum(tiles[1:], tiles[0]), axis=-1, keepdims=True)] * len(tiles)
+    (a,) = tiles
+    lane, found = lax.broadcasted_iota(jnp.int32, a.shape, 1), jnp.zeros_like(a)
+    for first in range(0, LANES, p.head):
+        mine = (lane >= first) & (lane < first + p.head)
+        found = jnp.where(mine, jnp.sum(jnp.where(mine, a, 0.0), axis=-1, keepdims=True), found)
+    return [found]
+
+
+def fill_window(p: Prologue, x: Any, before: Any, window: Any, slot: Any, lanes: Any, first: Array, valid: Any) -> None:
+    """One tile of a block, and the tokens before it, as float32 [HALO + R, 128]; zeros before a row, and where
+    ``valid`` [R, 128], if it is given, says so."""
+    halo = before[0, :, lanes].astype(F32)
+    window[slot, :HALO] = jnp.where(first, jnp.zeros_like(halo), halo)
+    for r in range(0, p.R, ROWS):
+        rows = slice(r, min(r + ROWS, p.R))
+        a = x[0, rows, lanes].astype(F32)
+        window[slot, HALO + r : HALO + rows.stop] = a if valid is None else jnp.where(valid(rows), a, 0.0)
+
+
+def activated(p: Prologue, taps: Sequence[Array], weight: Any, lanes: Any) -> tuple[Array, Array | None, Array | None]:
+    """y of the inputs that tokens see, oldest first; and with silu, whose taps are halved, z / 2 and 1 + tanh(z / 2)."""
+    terms = [tap * weight[j : j + 1, lanes] for j, tap in enumerate(taps)]
+    z = sum(terms[1:], terms[0])
+    if p.bias:
+        z = z + weight[p.taps : p.taps + 1, lanes]
+    if not p.silu:
+        return z, None, None
+    up = 1.0 + jnp.tanh(z)
+    return z * up, z, up
+
+
+def seen(p: Prologue, window: Any, slot: Any, r: int, n: int, age: Array | None) -> list[Array]:
+    """What tokens r to r + n of a window see, oldest first; ``age`` [n, 128]: tokens before them in their sequences."""
+    found = []
+    for back in range(p.taps - 1, -1, -1):
+        a = window[slot, HALO + r - back : HALO + r - back + n]
+        found.append(a if age is None or back == 0 else jnp.where(age >= back, a, 0.0))
+    return found
+
+
+def decoded(code: Array) -> tuple[Array, Array, Array]:
+    """Tokens before and behind, and whether a token is one of a sequence, from codes."""
+    code = code.astype(F32)
+    behind = jnp.floor(jnp.maximum(code, 0.0) * 0.125)
+    return code - 8.0 * behind, behind, code >= 0.0
+
+
+def validity(p: Prologue, code: Any, block: Array) -> Callable[[slice], Array]:
+    """Which tokens of some rows of a block are those of a sequence, [rows, 128]."""
+
+    def of(rows: slice) -> Array:
+        token = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, LANES), 0) + (rows.start + block * p.R)
+        return (token < p.T) & (code[0, rows].astype(F32) >= 0.0)
+
+    return of
+
+
+def _kernel(p: Prologue, special: Any, x: Any, before: Any, weight: Any, code: Any, *rest: Any) -> None:
+    results, window = rest[:-1], rest[-1]
+    column, block = pl.program_id(0), pl.program_id(2)
+    tiles = max(p.head, LANES) // LANES
+
+    def run(norm: bool, out: Any, masks: bool) -> None:
+        valid = validity(p, code, block) if masks else None
+
+        def turn(i: Array, carry: Array) -> Array:
+            for n in range(tiles):
+                fill_window(p, x, before, window, n, at_lanes(p, i, n), block == 0, valid)
+            for r in range(0, p.R, ROWS):
+                size = min(ROWS, p.R - r)
+                age = decoded(code[0, r : r + size])[0] if masks else None
+                y = [
+                    activated(p, seen(p, window, n, r, size, age), weight, at_lanes(p, i, n))[0] for n in range(tiles)
+                ]
+                if norm:
+                    total = head_sums(p, [a * a for a in y])
+                    y = [a * lax.rsqrt(b + L2_EPS) for a, b in zip(y, total, strict=True)]
+                for n, a in enumerate(y):
+                    out[0, r : r + size, at_lanes(p, i, n)] = a.astype(out.dtype)
+            return carry
+
+        lax.fori_loop(0, turns(p), turn, jnp.int32(0), unroll=min(UNROLL, turns(p)))
+
+    by_part(p, column, special[block], results, run)
+
+
+def by_part(p: Prologue, column: Array, special: Array, refs: Sequence[Any], run: Callable[..., None]) -> None:
+    """Run the code of the part that a block of channels belongs to, with masks where the block is special."""
+    for i, (part, ref) in enumerate(zip(p.parts, refs, strict=True)):
+        inside = (column >= p.first(i)) & (column < p.first(i) + part.channels // p.L)
+        if p.masks:
+            pl.when(inside & (special != 0))(partial(run, part.norm, ref, True))
+            inside &= special == 0
+        pl.when(inside)(partial(run, part.norm, ref, False))
+
+
+def of_part(p: Prologue, i: int, reverse: bool = False) -> pl.BlockSpec:
+    """Blocks of the array of one part, which stay where they are while another part's channels are computed."""
+    first, count = p.first(i), p.parts[i].channels // p.L
+
+    def place(c: Array, b: Array, t: Array, special: Any) -> tuple[Array, Array, Array]:
+        del special
+        t = p.blocks - 1 - t if reverse else t
+        begin, end = (p.blocks - 1, 0) if reverse else (0, p.blocks - 1)
+        ahead, over = c < first, c >= first + count
+        row = jnp.where(ahead, 0, jnp.where(over, p.B - 1, b))
+        block = jnp.where(ahead, begin, jnp.where(over, end, t))
+        return row, block, jnp.clip(c - first, 0, count - 1)
+
+    return pl.BlockSpec((1, p.R, p.L), place)
+
+
+def block_specs(p: Prologue, reverse: bool = False) -> dict[str, pl.BlockSpec]:
+    """Of x, the tokens before a block of it, the taps, and the codes."""
+    where = (lambda t: p.blocks - 1 - t) if reverse else (lambda t: t)
+    halos = p.R // HALO
+    return {
+        "x": pl.BlockSpec((1, p.R, p.L), lambda c, b, t, _: (b, where(t), c)),
+        "before": pl.BlockSpec((1, HALO, p.L), lambda c, b, t, _: (b, jnp.maximum(where(t) * halos - 1, 0), c)),
+        "weight": pl.BlockSpec((tap_rows(p), p.L), lambda c, b, t, _: (0, c)),
+        "code": pl.BlockSpec((1, p.R, LANES), lambda c, b, t, _: (0, where(t) if p.masks else 0, 0)),
+    }
+
+
+def tap_rows(p: Prologue) -> int:
+    """Rows of the array of taps, the bias behind them: whole tiles."""
+    return -(-(p.taps + 1) // 8) * 8
+
+
+def prologue(
+    p: Prologue, x: Array, weight: Array, places: Places, *, names: Sequence[str], dtype: Any, interpret: Any = False
+) -> dict[str, Array]:
+    """The rule's inputs [B, T, channels of the part] of the parts that are named.
+
+    Args:
+        p: the plan.
+        x: the raw channels [B, T, p.channels].
+        weight: taps, oldest first, and the bias, in float32 [tap_rows, channels]; halved where silu follows.
+        places: of the tokens.
+        names: parts that are wanted; they are the first ones.
+        dtype: of the results.
+    """
+    few = p._replace(parts=tuple(part for part in p.parts if part.name in names))
+    specs = block_specs(few)
+    out = pallas_call(
+        partial(_kernel, few),
+        name="gated_delta_mixer_prologue",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(few.columns, p.B, p.blocks),
+            in_specs=[specs[name] for name in ("x", "before", "weight", "code")],
+            out_specs=[of_part(few, i) for i in range(len(few.parts))],
+            scratch_shapes=[pltpu.VMEM((max(p.head, LANES) // LANES, HALO + p.R, LANES), F32)],
+        ),
+        out_shape=result_shapes(
+            [jax.ShapeDtypeStruct((p.B, p.T, part.channels), dtype) for part in few.parts], x
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=p.vmem
+        ),
+        interpret=interpret,
+    )(places.special, x, x, weight, places.code[None])
+    return dict(zip((part.name for part in few.parts), out, strict=True))
