@@ -17,7 +17,7 @@ HALO = 16
 #: The widest convolution whose reach into later tokens fits into a tile of float32.
 WIDEST = 8
 #: Tokens and channels of a block, at most.
-TOKENS, CHANNELS = 256, 2048
+TOKENS, CHANNELS = 512, 2048
 
 
 class Part(NamedTuple):
@@ -32,9 +32,9 @@ class Prologue(NamedTuple):
     """The static numbers of the two kernels for one array of channels.
 
     B rows, T tokens; parts, which make up the array; head: channels that are normalised together; taps of the
-    convolution; its bias; silu behind it; skip: whether the first taps - 1 tokens of sequences, which see a given state, are
-    left to the caller; R tokens and L channels a block; packed: whether sequences are packed in one row; vmem: bytes
-    that the compiler may use.
+    convolution; its bias; silu behind it; skip: whether the first taps - 1 tokens of sequences, which see a given
+    state, are left to the caller; R tokens and L channels a block; packed: whether sequences are packed in one row;
+    vmem: bytes that the compiler may use.
     """
 
     B: int
@@ -54,6 +54,11 @@ class Prologue(NamedTuple):
     def masks(self) -> bool:
         """Whether there may be blocks with tokens that are not alike: at borders of sequences, and beyond a row."""
         return self.packed or self.skip or self.T % self.R != 0
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles of lanes of what is normalised together, or one that several heads share."""
+        return max(self.head // LANES, 1)
 
     @property
     def sums(self) -> int:
@@ -123,10 +128,11 @@ def prologue_plans(s: Signature, chip: Chip) -> tuple[Prologue, ...] | None:
 
 def _plan(s: Signature, chip: Chip, parts: tuple[Part, ...]) -> Prologue:
     assert s.conv is not None
-    most = CHANNELS if chip.vmem_bytes > 32 << 20 else LANES
-    L = max((n for n in _widths(parts, _turn(s)) if n <= most), default=_turn(s))
-    rows = min(TOKENS, -(-s.T // HALO) * HALO)
-    vmem = 4 * rows * L * (2 * 2 + 2 * 2 + 2 * len(parts) + 4) + (4 << 20)
+    widths = [n for n in _widths(parts, _turn(s)) if n <= CHANNELS] or [_turn(s)]
+    rows, element = min(TOKENS, -(-s.T // HALO) * HALO), 2 if s.dtype == "bfloat16" else 4
+    # Blocks twice, since they are fetched ahead: x and its cotangent, and those of each part's output.
+    memory = lambda L: 2 * rows * L * (2 * element + 4 * len(parts)) + (6 << 20)  # noqa: E731
+    L = max((n for n in widths if memory(n) <= chip.vmem_bytes // 2), default=widths[0])
     return Prologue(
         B=s.B,
         T=s.T,
@@ -139,7 +145,7 @@ def _plan(s: Signature, chip: Chip, parts: tuple[Part, ...]) -> Prologue:
         R=rows,
         L=L,
         packed=s.packed,
-        vmem=vmem,
+        vmem=memory(L),
     )
 
 
@@ -150,4 +156,5 @@ def describe_prologue(s: Signature, chip: Chip) -> str:
     plans, why = prologue_plans(s, chip), why_not_inside(s)
     if plans is None:
         return f"those of convolution, norm and gates by xla, since {why}"
-    return f"those of convolution and norm in a kernel of their own, {plans[0].R} tokens and {plans[0].L} channels a step"
+    p = plans[0]
+    return f"those of convolution and norm in a kernel of their own, {p.R} tokens and {p.L} channels a grid step"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +25,11 @@ from .settings import pallas_call
 
 __all__ = [
     "ROWS",
-    "UNROLL",
     "Places",
     "activated",
     "at_lanes",
     "block_specs",
+    "by_heads",
     "by_part",
     "decoded",
     "fill_window",
@@ -37,16 +38,15 @@ __all__ = [
     "prologue",
     "seen",
     "tap_rows",
-    "turns",
     "validity",
 ]
 
 Array = Any
 F32 = jnp.float32
 #: Rows that are in registers at a time.
-ROWS = 64
-#: Heads whose instructions stand side by side.
-UNROLL = 2
+ROWS = 32
+#: Heads whose instructions stand side by side, at most.
+HEADS = 4
 
 
 class Places(NamedTuple):
@@ -61,14 +61,24 @@ class Places(NamedTuple):
     special: Array
 
 
-def turns(p: Prologue) -> int:
-    """Heads, or tiles, of a block of channels."""
-    return p.L // max(p.head, LANES)
+def at_lanes(tile: Array) -> Any:
+    """The lanes of a tile of a block of channels."""
+    return pl.ds(pl.multiple_of(tile * LANES, LANES), LANES)
 
 
-def at_lanes(p: Prologue, turn: Array, tile: int) -> Any:
-    """The lanes of one tile of a turn."""
-    return pl.ds(pl.multiple_of((turn * (max(p.head, LANES) // LANES) + tile) * LANES, LANES), LANES)
+def by_heads(p: Prologue, most: int, run: Callable[[list[list[tuple[int, Array]]]], None]) -> None:
+    """Run for all heads of a block of channels, ``most`` at a time, whose instructions then stand side by side.
+
+    ``run`` takes the tiles of each of these heads: their places in scratch memory, and in the block.
+    """
+    heads, tiles = p.L // max(p.head, LANES), p.head_tiles
+    few = max(n for n in range(1, most + 1) if heads % n == 0)
+
+    def turn(i: Array, carry: Array) -> Array:
+        run([[(h * tiles + n, (i * few + h) * tiles + n) for n in range(tiles)] for h in range(few)])
+        return carry
+
+    lax.fori_loop(0, heads // few, turn, jnp.int32(0))
 
 
 def head_sums(p: Prologue, tiles: Sequence[Array]) -> list[Array]:
@@ -94,16 +104,16 @@ def fill_window(p: Prologue, x: Any, before: Any, window: Any, slot: Any, lanes:
         window[slot, HALO + r : HALO + rows.stop] = a if valid is None else jnp.where(valid(rows), a, 0.0)
 
 
-def activated(p: Prologue, taps: Sequence[Array], weight: Any, lanes: Any) -> tuple[Array, Array | None, Array | None]:
-    """y of the inputs that tokens see, oldest first; and with silu, whose taps are halved, z / 2 and 1 + tanh(z / 2)."""
+def activated(p: Prologue, taps: Sequence[Array], weight: Any, lanes: Any) -> tuple[Array, Array | None]:
+    """y of the inputs that tokens see, oldest first; and with silu, whose taps are halved, 1 + tanh(z / 2)."""
     terms = [tap * weight[j : j + 1, lanes] for j, tap in enumerate(taps)]
     z = sum(terms[1:], terms[0])
     if p.bias:
         z = z + weight[p.taps : p.taps + 1, lanes]
     if not p.silu:
-        return z, None, None
+        return z, None
     up = 1.0 + jnp.tanh(z)
-    return z * up, z, up
+    return z * up, up
 
 
 def seen(p: Prologue, window: Any, slot: Any, r: int, n: int, age: Array | None) -> list[Array]:
@@ -135,28 +145,31 @@ def validity(p: Prologue, code: Any, block: Array) -> Callable[[slice], Array]:
 def _kernel(p: Prologue, special: Any, x: Any, before: Any, weight: Any, code: Any, *rest: Any) -> None:
     results, window = rest[:-1], rest[-1]
     column, block = pl.program_id(0), pl.program_id(2)
-    tiles = max(p.head, LANES) // LANES
 
     def run(norm: bool, out: Any, masks: bool) -> None:
         valid = validity(p, code, block) if masks else None
 
-        def turn(i: Array, carry: Array) -> Array:
-            for n in range(tiles):
-                fill_window(p, x, before, window, n, at_lanes(p, i, n), block == 0, valid)
+        def heads(every: list[list[tuple[int, Array]]]) -> None:
+            for slot, tile in chain(*every):
+                fill_window(p, x, before, window, slot, at_lanes(tile), block == 0, valid)
             for r in range(0, p.R, ROWS):
                 size = min(ROWS, p.R - r)
                 age = decoded(code[0, r : r + size])[0] if masks else None
+                saw = [[seen(p, window, slot, r, size, age) for slot, _ in head] for head in every]
                 y = [
-                    activated(p, seen(p, window, n, r, size, age), weight, at_lanes(p, i, n))[0] for n in range(tiles)
+                    [activated(p, a, weight, at_lanes(tile))[0] for a, (_, tile) in zip(*of, strict=True)]
+                    for of in zip(saw, every, strict=True)
                 ]
                 if norm:
-                    total = head_sums(p, [a * a for a in y])
-                    y = [a * lax.rsqrt(b + L2_EPS) for a, b in zip(y, total, strict=True)]
-                for n, a in enumerate(y):
-                    out[0, r : r + size, at_lanes(p, i, n)] = a.astype(out.dtype)
-            return carry
+                    total = [head_sums(p, [a * a for a in head]) for head in y]
+                    y = [
+                        [a * lax.rsqrt(b + L2_EPS) for a, b in zip(*of, strict=True)]
+                        for of in zip(y, total, strict=True)
+                    ]
+                for a, (_, tile) in zip(chain(*y), chain(*every), strict=True):
+                    out[0, r : r + size, at_lanes(tile)] = a.astype(out.dtype)
 
-        lax.fori_loop(0, turns(p), turn, jnp.int32(0), unroll=min(UNROLL, turns(p)))
+        by_heads(p, HEADS, heads)
 
     by_part(p, column, special[block], results, run)
 
@@ -227,11 +240,9 @@ def prologue(
             grid=(few.columns, p.B, p.blocks),
             in_specs=[specs[name] for name in ("x", "before", "weight", "code")],
             out_specs=[of_part(few, i) for i in range(len(few.parts))],
-            scratch_shapes=[pltpu.VMEM((max(p.head, LANES) // LANES, HALO + p.R, LANES), F32)],
+            scratch_shapes=[pltpu.VMEM((HEADS * p.head_tiles, HALO + few.R, LANES), F32)],
         ),
-        out_shape=result_shapes(
-            [jax.ShapeDtypeStruct((p.B, p.T, part.channels), dtype) for part in few.parts], x
-        ),
+        out_shape=result_shapes([jax.ShapeDtypeStruct((p.B, p.T, part.channels), dtype) for part in few.parts], x),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=p.vmem
         ),

@@ -3,7 +3,7 @@
 Blocks of tokens run from a row's last to its first, so that what later tokens hand to the tokens that they see is
 there. With y = silu(z), z = bias + sum_j w_j x_{t - (W - 1) + j}, n = y r, r = (sum y^2 + eps)^-1/2 over a head:
 
-    dy = r (dn - n sum n dn)        dz = dy (1 + tanh) (1 + z / 2 (1 - tanh)) / 2, tanh of z / 2
+    dy = r (dn - n sum n dn)        dz = dy (1 + tanh + y (1 - tanh)) / 2, tanh of z / 2
     dx_t = sum_j w_j dz_{t + (W - 1) - j}        dw_j = sum_t dz_t x_{t - (W - 1) + j}
 
 Taps are halved where silu follows, and dz is kept doubled: the halves cancel in dx, and the caller halves dw.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -26,19 +27,17 @@ from ..plan import LANES
 from ..prologue_plan import HALO, Prologue
 from .prologue import (
     F32,
-    ROWS,
-    UNROLL,
     Places,
     activated,
     at_lanes,
     block_specs,
+    by_heads,
     by_part,
     decoded,
     fill_window,
     head_sums,
     of_part,
     seen,
-    turns,
     validity,
 )
 from .results import result_shapes
@@ -49,6 +48,8 @@ __all__ = ["prologue_gradients"]
 Array = Any
 #: Rows of a tile of float32: so many tokens' dz are handed to the block before.
 LATER = 8
+#: Rows that are in registers at a time, and heads side by side.
+ROWS, HEADS = 64, 2
 
 
 def _kernel(p: Prologue, special: Any, x: Any, before: Any, weight: Any, code: Any, *rest: Any) -> None:
@@ -56,7 +57,6 @@ def _kernel(p: Prologue, special: Any, x: Any, before: Any, weight: Any, code: A
     cotangents, (dx, sums), (window, dz, later) = rest[:n_parts], rest[n_parts : n_parts + 2], rest[n_parts + 2 :]
     column, row, step = (pl.program_id(i) for i in range(3))
     block = p.blocks - 1 - step
-    tiles = max(p.head, LANES) // LANES
 
     @pl.when((row == 0) & (step == 0))
     def _() -> None:
@@ -70,50 +70,56 @@ def _kernel(p: Prologue, special: Any, x: Any, before: Any, weight: Any, code: A
         valid = validity(p, code, block) if masks else None
         chunks = [(r, min(ROWS, p.R - r)) for r in reversed(range(0, p.R, ROWS))]
 
-        def turn(i: Array, carry: Array) -> Array:
-            every = [(n, at_lanes(p, i, n)) for n in range(tiles)]
-            for n, lanes in every:
-                fill_window(p, x, before, window, n, lanes, block == 0, valid)
-                dz[n, p.R :] = later[i * tiles + n]
-            total = [[jnp.zeros((8, LANES), F32)] * p.sums for _ in every]
+        def heads(every: list[list[tuple[int, Array]]]) -> None:
+            tiles = [(slot, tile, at_lanes(tile)) for slot, tile in chain(*every)]
+            for slot, tile, lanes in tiles:
+                fill_window(p, x, before, window, slot, lanes, block == 0, valid)
+                dz[slot, p.R :] = later[tile]
+            total = {slot: [jnp.zeros((8, LANES), F32)] * p.sums for slot, *_ in tiles}
             for r, size in chunks:
                 rows, age, behind, inside = slice(r, r + size), None, None, None
                 if valid is not None:
                     age, behind, _ = decoded(code[0, rows])
                     inside = valid(rows) & (age >= p.taps - 1) if p.skip else valid(rows)
-                saw = [seen(p, window, n, r, size, age) for n, _ in every]
-                values = [activated(p, a, weight, lanes) for a, (_, lanes) in zip(saw, every, strict=True)]
-                d = [dn[0, rows, lanes].astype(F32) for _, lanes in every]
+                saw = [seen(p, window, slot, r, size, age) for slot, *_ in tiles]
+                values = [activated(p, a, weight, lanes) for a, (*_, lanes) in zip(saw, tiles, strict=True)]
+                d = [dn[0, rows, lanes].astype(F32) for *_, lanes in tiles]
                 if norm:
-                    scale = head_sums(p, [y * y for y, *_ in values])
-                    scale = [lax.rsqrt(a + L2_EPS) for a in scale]
-                    unit = [y * a for (y, *_), a in zip(values, scale, strict=True)]
-                    along = head_sums(p, [a * b for a, b in zip(unit, d, strict=True)])
-                    d = [a * (b - u * c) for a, b, u, c in zip(scale, d, unit, along, strict=True)]
-                for (n, _), (_, z, up), a, taps in zip(every, values, d, saw, strict=True):
+                    d = _through_norm(p, [y for y, _ in values], d)
+                for (slot, *_), (y, up), a, taps in zip(tiles, values, d, saw, strict=True):
                     if up is not None:
-                        a = a * (up * (1.0 + z * (2.0 - up)))
+                        a = a * (up + y * (2.0 - up))
                     a = a if inside is None else jnp.where(inside, a, 0.0)
-                    dz[n, rows] = a
+                    dz[slot, rows] = a
                     for j, term in enumerate([*(a * tap for tap in taps), *([a] if p.bias else [])]):
-                        total[n][j] = total[n][j] + jnp.sum(jnp.reshape(term, (-1, 8, LANES)), 0)
-                for n, lanes in every:
+                        total[slot][j] = total[slot][j] + jnp.sum(jnp.reshape(term, (-1, 8, LANES)), 0)
+                for slot, _, lanes in tiles:
                     terms = []
                     for back in range(p.taps):
-                        a = dz[n, r + back : r + back + size]
+                        a = dz[slot, r + back : r + back + size]
                         if behind is not None and back:
                             a = jnp.where(behind >= back, a, 0.0)
                         terms.append(a * weight[p.taps - 1 - back : p.taps - back, lanes])
                     dx[0, rows, lanes] = sum(terms[1:], terms[0]).astype(dx.dtype)
-            for n, lanes in every:
-                later[i * tiles + n] = dz[n, :LATER]
-                for j, a in enumerate(total[n]):
+            for slot, tile, lanes in tiles:
+                later[tile] = dz[slot, :LATER]
+                for j, a in enumerate(total[slot]):
                     sums[j * 8 : (j + 1) * 8, lanes] += a
-            return carry
 
-        lax.fori_loop(0, turns(p), turn, jnp.int32(0), unroll=min(UNROLL, turns(p)))
+        by_heads(p, HEADS, heads)
 
     by_part(p, column, special[block], cotangents, run)
+
+
+def _through_norm(p: Prologue, y: Sequence[Array], d: Sequence[Array]) -> list[Array]:
+    """Cotangents of y from those of y / |y|, tiles of heads side by side."""
+    n = p.head_tiles
+    heads = range(0, len(y), n)
+    by_head = lambda tiles: [a for i in heads for a in head_sums(p, tiles[i : i + n])]  # noqa: E731
+    scale = [lax.rsqrt(a + L2_EPS) for a in by_head([a * a for a in y])]
+    unit = [a * b for a, b in zip(y, scale, strict=True)]
+    along = by_head([a * b for a, b in zip(unit, d, strict=True)])
+    return [a * (b - u * c) for a, b, u, c in zip(scale, d, unit, along, strict=True)]
 
 
 def prologue_gradients(
@@ -128,7 +134,6 @@ def prologue_gradients(
         cotangents: of each part's output [B, T, channels of the part], bfloat16 or float32.
     """
     specs = block_specs(p, reverse=True)
-    tiles = max(p.head, LANES) // LANES
     return pallas_call(
         partial(_kernel, p),
         name="gated_delta_mixer_prologue_gradients",
@@ -141,8 +146,8 @@ def prologue_gradients(
             ],
             out_specs=[specs["x"], pl.BlockSpec((p.sums * 8, p.L), lambda c, b, t, _: (0, c))],
             scratch_shapes=[
-                pltpu.VMEM((tiles, HALO + p.R, LANES), F32),
-                pltpu.VMEM((tiles, p.R + LATER, LANES), F32),
+                pltpu.VMEM((HEADS * p.head_tiles, HALO + p.R, LANES), F32),
+                pltpu.VMEM((HEADS * p.head_tiles, p.R + LATER, LANES), F32),
                 pltpu.VMEM((p.L // LANES, LATER, LANES), F32),
             ],
         ),
