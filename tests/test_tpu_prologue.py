@@ -18,7 +18,9 @@ import jax.numpy as jnp  # noqa: E402
 
 from portable_gdn import door  # noqa: E402
 from portable_gdn.harness.cases import build  # noqa: E402
+from portable_gdn.spec.gates import activate_gate, gate_vjp  # noqa: E402
 from portable_gdn.tpu import prologue as around  # noqa: E402
+from portable_gdn.tpu.kernels import channel_gates  # noqa: E402
 from portable_gdn.tpu.kernels import prologue as values  # noqa: E402
 from portable_gdn.tpu.kernels import prologue_gradients as gradients  # noqa: E402
 
@@ -88,7 +90,6 @@ def endless_sequences(real, code):
         slow(gradients, "seen", a_tap_shifted, replace(MIXER, T=21)),
         slow(gradients, "_through_norm", no_projection, replace(MIXER, T=22)),
         slow(gradients, "validity", whatever_lies_behind, replace(MIXER, T=23)),
-        slow(gradients, "decoded", endless_sequences, PACKED),
         slow(values, "head_sums", lambda real, p, tiles: [2.0 * a for a in real(p, tiles)], replace(MIXER, T=24)),
     ],
 )
@@ -102,6 +103,36 @@ def test_faults_are_caught(module, name, fault, case, monkeypatch):
         jax.clear_caches()
 
 
+def without_states(backend):
+    """Gradients of short packed sequences whose final states nobody asks for; the last one ends before T."""
+    inputs = build(replace(MIXER, T=19, state=False))
+    x = {name: jnp.asarray(a) for name, a in inputs.operands.items()}
+    bounds = jnp.asarray([0, 1, 1, 3, 9, 11, 17])
+
+    def loss(x):
+        o, _ = pg.gated_delta_mixer(
+            x["qkv"], x["g"], conv=pg.ShortConv(x["conv_weight"], x["conv_bias"]), num_heads=2, key_dim=64,
+            beta=x["beta"], gate=pg.SoftplusGate(x["A_log"], x["dt_bias"]), cu_seqlens=bounds, backend=backend,
+        )  # fmt: skip
+        return (o[:, :17] * inputs.cotangents["o"][:, :17]).sum()
+
+    return jax.jit(jax.grad(loss))(x)
+
+
+@pytest.mark.slow
+def test_sequences_shorter_than_the_convolution_hand_nothing_over(monkeypatch):
+    """Behind a sequence's last token there is nothing, also where its final state is not asked for."""
+    want, found = without_states("xla"), without_states(NAME)
+    for name, a in want.items():
+        np.testing.assert_allclose(found[name], a, rtol=1e-4, atol=1e-5 * np.abs(a).max(), err_msg=name)
+    real = gradients.decoded
+    monkeypatch.setattr(gradients, "decoded", lambda code: endless_sequences(real, code))
+    jax.clear_caches()
+    faulty = without_states(NAME)["qkv"]
+    jax.clear_caches()
+    assert np.abs(faulty - want["qkv"]).max() > 1e-2
+
+
 @pytest.mark.slow
 def test_a_gate_s_sum_over_one_head_only_is_caught(monkeypatch):
     real = around.Inside.pulled
@@ -112,6 +143,29 @@ def test_a_gate_s_sum_over_one_head_only_is_caught(monkeypatch):
 
     monkeypatch.setattr(around.Inside, "pulled", first_head_only)
     assert any("A_log" in str(row) for row in verdict(replace(MIXER, name="with a fault", T=25)))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gates_by_channel_at_their_extremes(lower_bound):
+    """Resets, saturated and huge raw gates, and tokens that are none of a sequence: finite, and as the specification's."""
+    p = channel_gates.ChannelGates(2, 21, 128, 32, 128, lower_bound, 1 << 24)
+    rng = np.random.default_rng(0)
+    raw = jnp.asarray(8 * rng.standard_normal((2, 21, 128)), jnp.float32)
+    raw = raw.at[0, 0, :5].set(jnp.asarray([0.0, 1e4, -1e4, jnp.inf, -jnp.inf]))
+    A, d = (jnp.asarray(2 * rng.standard_normal(shape), jnp.float32) for shape in (128, (2, 21, 128)))
+    A = A.at[7].set(100.0)  # overflows
+    parameters = jnp.pad(jnp.stack([jnp.exp(A), 0 * A]), ((0, 6), (0, 0)))
+    g = channel_gates.channel_gates(p, raw, parameters, interpret=True)
+    want = activate_gate(jnp, raw, A, None, lower_bound)
+    reset = want == -jnp.inf
+    assert (jnp.where(reset, g < -104, jnp.isfinite(g))).all()
+    np.testing.assert_allclose(jnp.where(reset, 0, g), jnp.where(reset, 0, want), rtol=2e-6, atol=1e-6)
+    end = jnp.asarray([19], jnp.int32)
+    found, sums = channel_gates.channel_gate_gradients(p, raw, parameters, end, d, interpret=True)
+    wanted = gate_vjp(jnp, raw, A, None, lower_bound, d.at[:, 19:].set(0.0))
+    np.testing.assert_allclose(found, wanted[0], rtol=1e-5, atol=1e-4)
+    for a, b in zip(sums.reshape(2, 8, -1).sum(1), wanted, strict=True):
+        np.testing.assert_allclose(a, b.sum((0, 1)), rtol=1e-4, atol=1e-3)
 
 
 def test_explain_says_who_computes_the_prologue_s_gradients():

@@ -280,9 +280,13 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
         d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=e.interpret, stages=e.stages)
     # The prologue's own kernel leaves out tokens of no sequence by itself.
     channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
-    g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d.gates)
+    g, *rest = d.gates
+    rest = [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
+    if before is None or before.gate_plan is None:  # else its kernel leaves such tokens out, too
+        g = _where_sequences_are(s, bounds, g).astype(jnp.float32)
     q, k, v = channels
-    g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
+    if g.shape != x.g.shape:
+        g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None
     if x.b is not None:
         b = rest.pop(0)

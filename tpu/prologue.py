@@ -7,6 +7,7 @@ that are its final one, are the specification's, by XLA, on arrays of those toke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,10 @@ from ..spec.problem import Signature
 from ..spec.prologue import Prepared, gates, swap_state
 from ..spec.sequences import layout
 from .chips import Chip
+from .kernels.channel_gates import PARAMETERS, ChannelGates, channel_gate_gradients, channel_gates
 from .kernels.prologue import Places, prologue, tap_rows
 from .kernels.prologue_gradients import prologue_gradients
-from .prologue_plan import Prologue, prologue_plans
+from .prologue_plan import Prologue, gate_block, prologue_plans
 
 __all__ = ["Inside", "inside"]
 
@@ -42,13 +44,13 @@ class _Tokens(NamedTuple):
 def inside(s: Signature, chip: Chip, interpret: Any, operands: Operands) -> Inside | None:
     """The prologue of a call by the kernels, or None where XLA derives it from the specification."""
     plans = prologue_plans(s, chip)
-    return None if plans is None else Inside(s, plans, interpret, operands)
+    return None if plans is None else Inside(s, chip, plans, interpret, operands)
 
 
 class Inside:
     """The convolution, norm and gates of one call."""
 
-    def __init__(self, s: Signature, plans: tuple[Prologue, ...], interpret: Any, x: Operands) -> None:
+    def __init__(self, s: Signature, chip: Chip, plans: tuple[Prologue, ...], interpret: Any, x: Operands) -> None:
         assert s.conv is not None
         self.s, self.plans, self.interpret, self.x = s, plans, interpret, x
         self.width, self.silu = s.conv.width, s.conv.activation == "silu"
@@ -63,38 +65,56 @@ class Inside:
         cuts = np.cumsum([p.channels for p in plans])[:-1].tolist()
         self.taps = jnp.split(taps, cuts, axis=1)
         self.places = [_places(p, x.get("cu_seqlens")) for p in plans]
-        self.smooth_gates = {name: x[name] for name in ("g", "beta", "erase", "write", "A_log", "dt_bias") if name in x}
+        self.gate_plan = self.parameters = None
+        block = gate_block(s, chip)
+        if block is not None:
+            assert s.gate is not None
+            vmem = 24 * block[0] * block[1] + (6 << 20)
+            self.gate_plan = ChannelGates(s.B, s.T, s.HV * s.K, *block, s.gate.lower_bound, vmem)
+            self.raw_gates = jnp.reshape(x["g"], (s.B, s.T, -1))
+            rate = jnp.exp(jnp.ravel(x["A_log"]).astype(jnp.float32)) if "A_log" in x else jnp.ones(s.HV)
+            bias = jnp.ravel(x["dt_bias"]).astype(jnp.float32) if "dt_bias" in x else jnp.zeros(s.HV * s.K)
+            rows = jnp.stack([jnp.repeat(rate, s.K), bias])
+            self.parameters = jnp.pad(rows, ((0, PARAMETERS - len(rows)), (0, 0)))
+        mine = () if self.gate_plan is None else ("g", "A_log", "dt_bias")
+        names = ("g", "beta", "erase", "write", "A_log", "dt_bias")
+        self.smooth_gates = {name: x[name] for name in names if name in x and name not in mine}
 
     def prepared(self, names: str, keys: Any, values: Any) -> Prepared:
         """The operands of the bare rule: of q, k and v those that are named, in these dtypes, and the others None."""
         s, found = self.s, dict.fromkeys("qkv")
         for p, x, taps, places in zip(self.plans, self.raw, self.taps, self.places, strict=True):
-            mine = [part.name for part in p.parts if part.name in names]
-            for dtype in dict.fromkeys((keys, values)):  # one call where they are alike
-                some = [name for name in mine if (values if name == "v" else keys) == dtype]
-                if some:
-                    found |= prologue(p, x, taps, places, names=some, dtype=dtype, interpret=self.interpret)
+            dtypes = {part.name: values if part.name == "v" else keys for part in p.parts if part.name in names}
+            if dtypes:
+                found |= prologue(p, x, taps, places, dtypes, interpret=self.interpret)
         if self.past is not None:
             tokens = self._tokens(jnp.zeros((), jnp.int32), self.width - 1)
             for name, a in zip("qkv", self._by_specification(*self._slab(tokens)), strict=True):
                 if found[name] is not None:
                     found[name] = self._put(found[name], tokens, a)
-        self.gates, self._pull_gates = jax.vjp(self._gates, self.smooth_gates)
+        (g, b, w), self._pull_gates = jax.vjp(self._gates, self.smooth_gates)
+        if self.gate_plan is not None:
+            g = channel_gates(self.gate_plan, self.raw_gates, self.parameters, interpret=self.interpret)
+            g = jnp.reshape(g, (s.B, s.T, s.HV, s.K))
         heads = {"q": (s.H, s.K), "k": (s.H, s.K), "v": (s.HV, s.V)}
         q, k, v = (None if a is None else jnp.reshape(a, (s.B, s.T, *heads[name])) for name, a in found.items())
         S = swap_state(jnp, s, self.x["initial_state"]) if s.has("initial_state") else None
-        return Prepared(q, k, v, *self.gates, S, None, None)
+        return Prepared(q, k, v, g, b, w, S, None, None)
 
     def _gates(self, some: Operands) -> tuple[Array, Array | None, Array | None]:
-        s = self.s
-        g, b, w = gates(jnp, s, {**self.x, **some})
-        return jnp.zeros((s.B, s.T, s.HV, 1), jnp.float32) if g is None else g, b, w
+        s, mine = self.s, self.gate_plan is not None
+        g, b, w = gates(jnp, *_without_decays(s, {**self.x, **some})) if mine else gates(jnp, s, {**self.x, **some})
+        if g is None and not mine:
+            g = jnp.zeros((s.B, s.T, s.HV, 1), jnp.float32)
+        return g, b, w
 
     def pulled(self, d: Prepared) -> Operands:
         """Cotangents of the call's operands from those of ``prepared``, whose q, k and v may be of any shape that
         begins with [B, T], and d.conv_state, that of the final convolution state, or None."""
         s = self.s
-        found: Operands = dict(self._pull_gates((d.g, d.b, d.w))[0])
+        found: Operands = dict(self._pull_gates((None if self.gate_plan is not None else d.g, d.b, d.w))[0])
+        if self.gate_plan is not None:
+            found |= self._pulled_decays(d.g)
         if s.has("initial_state"):
             found["initial_state"] = swap_state(jnp, s, d.S)
         given = {name: jnp.reshape(a, (s.B, s.T, -1)) for name, a in zip("qkv", (d.q, d.k, d.v), strict=True)}
@@ -121,6 +141,22 @@ class Inside:
             if a is not None:
                 found[name] = jnp.reshape(a, self.x[name].shape).astype(self.x[name].dtype)
         return found
+
+    def _pulled_decays(self, d: Array) -> Operands:
+        """Cotangents of raw decays by channel, A_log and dt_bias; ``d`` is not read behind the last sequence."""
+        s, x, bounds = self.s, self.x, self.x.get("cu_seqlens")
+        end = (
+            jnp.asarray(np.full(1, s.T, np.int32))
+            if bounds is None
+            else jnp.clip(bounds[-1:], 0, s.T).astype(jnp.int32)
+        )
+        flat = jnp.reshape(d, (s.B, s.T, -1))
+        raw, sums = channel_gate_gradients(
+            self.gate_plan, self.raw_gates, self.parameters, jnp.asarray(end, jnp.int32), flat, interpret=self.interpret
+        )
+        d_bias, d_A = jnp.sum(jnp.reshape(sums, (2, 8, -1)), 1)
+        found = {"g": raw, "A_log": jnp.sum(jnp.reshape(d_A, (s.HV, s.K)), 1), "dt_bias": d_bias}
+        return {name: jnp.reshape(a, x[name].shape).astype(x[name].dtype) for name, a in found.items() if name in x}
 
     # The tokens at the ends of sequences, by the specification.
 
@@ -208,6 +244,13 @@ class Inside:
             return jnp.full(s.N, s.T, jnp.int32)
         bounds = jnp.clip(jnp.asarray(bounds).astype(jnp.int32), 0, s.T)
         return jnp.maximum(bounds[1:] - bounds[:-1], 0)
+
+
+def _without_decays(s: Signature, x: Mapping[str, Array]) -> tuple[Signature, dict[str, Array]]:
+    """A call's other gates alone."""
+    return replace(s, operands=tuple(name for name in s.operands if name != "g")), {
+        name: a for name, a in x.items() if name != "g"
+    }
 
 
 def _places(p: Prologue, cu_seqlens: Array | None) -> Places:

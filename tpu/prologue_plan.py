@@ -10,7 +10,7 @@ from .chips import Chip
 from .pipeline_plan import prepared_outside
 from .plan import LANES
 
-__all__ = ["HALO", "Part", "Prologue", "describe_prologue", "prologue_plans", "why_not_inside"]
+__all__ = ["HALO", "Part", "Prologue", "describe_prologue", "gate_block", "prologue_plans", "why_not_inside"]
 
 #: Tokens before a block that come with it: a tile of bfloat16, and at least what the widest convolution looks back.
 HALO = 16
@@ -18,6 +18,8 @@ HALO = 16
 WIDEST = 8
 #: Tokens and channels of a block, at most.
 TOKENS, CHANNELS = 512, 2048
+#: Channels of a block of gates, at most.
+GATE_CHANNELS = 1024
 
 
 class Part(NamedTuple):
@@ -147,6 +149,16 @@ def _plan(s: Signature, chip: Chip, parts: tuple[Part, ...]) -> Prologue:
         packed=s.packed,
         vmem=memory(L),
     )
+
+
+def gate_block(s: Signature, chip: Chip) -> tuple[int, int] | None:
+    """Tokens and channels of a block of decays by channel that a call gives raw, or None where XLA activates them."""
+    channels = s.HV * s.K
+    if s.gate is None or s.groups != s.K or channels % LANES or why_not_inside(s) is not None:
+        return None
+    most = GATE_CHANNELS if chip.vmem_bytes > 32 << 20 else LANES
+    L = max(n for n in range(LANES, min(most, channels) + 1, LANES) if channels % n == 0)
+    return min(TOKENS, -(-s.T // HALO) * HALO), L
 
 
 def describe_prologue(s: Signature, chip: Chip) -> str:

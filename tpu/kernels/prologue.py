@@ -6,7 +6,7 @@ Blocks in which a sequence begins or ends, or a row ends, are computed by a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -218,7 +218,7 @@ def tap_rows(p: Prologue) -> int:
 
 
 def prologue(
-    p: Prologue, x: Array, weight: Array, places: Places, *, names: Sequence[str], dtype: Any, interpret: Any = False
+    p: Prologue, x: Array, weight: Array, places: Places, dtypes: Mapping[str, Any], *, interpret: Any = False
 ) -> dict[str, Array]:
     """The rule's inputs [B, T, channels of the part] of the parts that are named.
 
@@ -227,10 +227,9 @@ def prologue(
         x: the raw channels [B, T, p.channels].
         weight: taps, oldest first, and the bias, in float32 [tap_rows, channels]; halved where silu follows.
         places: of the tokens.
-        names: parts that are wanted; they are the first ones.
-        dtype: of the results.
+        dtypes: of the results, by the names of those parts that are wanted; these are the first ones.
     """
-    few = p._replace(parts=tuple(part for part in p.parts if part.name in names))
+    few = p._replace(parts=tuple(part for part in p.parts if part.name in dtypes))
     specs = block_specs(few)
     out = pallas_call(
         partial(_kernel, few),
@@ -242,7 +241,9 @@ def prologue(
             out_specs=[of_part(few, i) for i in range(len(few.parts))],
             scratch_shapes=[pltpu.VMEM((HEADS * p.head_tiles, HALO + few.R, LANES), F32)],
         ),
-        out_shape=result_shapes([jax.ShapeDtypeStruct((p.B, p.T, part.channels), dtype) for part in few.parts], x),
+        out_shape=result_shapes(
+            [jax.ShapeDtypeStruct((p.B, p.T, part.channels), dtypes[part.name]) for part in few.parts], x
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=p.vmem
         ),
