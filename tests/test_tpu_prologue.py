@@ -147,8 +147,8 @@ def test_a_gate_s_sum_over_one_head_only_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_gates_by_channel_at_their_extremes(lower_bound):
-    """Resets, saturated and huge raw gates, and tokens that are none of a sequence: finite, and as the specification's."""
-    p = channel_gates.ChannelGates(2, 21, 128, 32, 128, lower_bound, 1 << 24)
+    """Resets, saturated and huge raw gates, tokens that are none of a sequence: finite, and as the specification's."""
+    p = channel_gates.ChannelGates(2, 21, 128, 32, 128, lower_bound, True, 1 << 24)
     rng = np.random.default_rng(0)
     raw = jnp.asarray(8 * rng.standard_normal((2, 21, 128)), jnp.float32)
     raw = raw.at[0, 0, :5].set(jnp.asarray([0.0, 1e4, -1e4, jnp.inf, -jnp.inf]))

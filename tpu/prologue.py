@@ -70,7 +70,7 @@ class Inside:
         if block is not None:
             assert s.gate is not None
             vmem = 24 * block[0] * block[1] + (6 << 20)
-            self.gate_plan = ChannelGates(s.B, s.T, s.HV * s.K, *block, s.gate.lower_bound, vmem)
+            self.gate_plan = ChannelGates(s.B, s.T, s.HV * s.K, *block, s.gate.lower_bound, s.packed, vmem)
             self.raw_gates = jnp.reshape(x["g"], (s.B, s.T, -1))
             rate = jnp.exp(jnp.ravel(x["A_log"]).astype(jnp.float32)) if "A_log" in x else jnp.ones(s.HV)
             bias = jnp.ravel(x["dt_bias"]).astype(jnp.float32) if "dt_bias" in x else jnp.zeros(s.HV * s.K)

@@ -39,7 +39,8 @@ _STEEP = 5.5e34
 
 class ChannelGates(NamedTuple):
     """The static numbers of both kernels: B rows, T tokens, channels of all heads; R tokens and L channels a block;
-    lower_bound of a bounded gate, None for softplus; vmem: bytes that the compiler may use."""
+    lower_bound of a bounded gate, None for softplus; packed: whether sequences may end before T; vmem: bytes that the
+    compiler may use."""
 
     B: int
     T: int
@@ -47,6 +48,7 @@ class ChannelGates(NamedTuple):
     R: int
     L: int
     lower_bound: float | None
+    packed: bool
     vmem: int
 
 
@@ -86,7 +88,7 @@ def _slopes(p: ChannelGates, x: Array, rate: Array) -> tuple[Array, Array]:
 
 def _gradients(p: ChannelGates, end: Any, raw: Any, dg: Any, parameters: Any, d_raw: Any, sums: Any) -> None:
     row, block = pl.program_id(1), pl.program_id(2)
-    left = end[0] - block * p.R  # tokens of sequences in this block and behind it
+    left = (end[0] if p.packed else p.T) - block * p.R  # tokens of sequences in this block and behind it
 
     @pl.when((row == 0) & (block == 0))
     def _() -> None:
@@ -107,6 +109,9 @@ def _gradients(p: ChannelGates, end: Any, raw: Any, dg: Any, parameters: Any, d_
 
         _tiles(p, tile)
 
+    if not p.packed and p.T % p.R == 0:
+        run(False)
+        return
     pl.when(left >= p.R)(partial(run, False))
     pl.when(left < p.R)(partial(run, True))
 
