@@ -20,32 +20,6 @@ from .versions import missing, versions
 
 __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
 
-_INVERSE = (
-    "flash-linear-attention {} rounds the finished inverse to the inputs' 16 bits: where one key is repeated all its "
-    "rows take the same rounding, which adds up in the gradient of the initial state: error {}"
-)
-
-_UNDERFLOW = (
-    "flash-linear-attention {} multiplies q and k by exp(G) in float16, which has nothing between 0 and 6e-8: what a "
-    "decay of exp(-20) leaves of them is 0, and their part of the initial state's gradient is gone: error {}"
-)
-
-#: (FLA's version, case of the proof): what its kernels do there by themselves, seen interpreted. Our stages with just
-#: the finished inverse rounded to nearest show the same errors (0.20, 0.0044 and 0.020); the budget's random roundings
-#: do not add up. Without q's and k's terms the exact gradient of plan 47 has that very error (0.20391).
-KNOWN = {
-    ("0.6.0", "one key, beta 1.998, bfloat16"): (_INVERSE.format("0.6.0", "0.18")),
-    ("0.6.0", "plan 25: DeltaNet bfloat16 rows T=64 2/6 48x96, one -100, repeated, beta 1"): (
-        _INVERSE.format("0.6.0", "0.0044")
-    ),
-    ("0.6.0", "plan 16: DeltaNet float16 rows T=65 2/6 24x16, one -1e6, repeated, beta 1.998"): (
-        _INVERSE.format("0.6.0", "0.018")
-    ),
-    ("0.6.0", "plan 47: tile-grouped float16 packed T=1 4/4 100x128, -20 each, repeated, beta 1.998"): (
-        _UNDERFLOW.format("0.6.0", "0.20")
-    ),
-}
-
 
 class Fla(Backend):
     """FLA's operations on a GPU."""
@@ -169,14 +143,9 @@ class Fla(Backend):
         of other libraries."""
         return serving()
 
-    def known(self, case: str) -> str | None:
-        """What FLA's own kernels are known to get wrong in a case of the proof, with the version that was seen to."""
-        found = versions(("fla",))
-        return KNOWN.get((next(iter(found.values()), None), case))
-
 
 class FlaInterpret(Fla):
-    """The same kernels by Triton's interpreter, on CPU tensors: for proof, not for speed."""
+    """FLA's kernels by Triton's interpreter, on CPU tensors: for proof, not for speed."""
 
     name = "fla-interpret"
     auto = False
@@ -184,11 +153,6 @@ class FlaInterpret(Fla):
     slow = True
     own_process = True  # the interpreter must be chosen before triton is imported
     devices = ("cpu",)
-    quick_cases = (
-        "one token", "no tokens", "a chunk and a token", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf",
-        "packed with empties", "left padding", "step", "kimi_linear layer, continued", "qwen3_next layer",
-        "softplus gate, KDA", "GLA", "GLA, scalar gate", "one short of a chunk",
-    )  # fmt: skip
 
     def unavailable(self) -> str | None:
         """Why it cannot run here, or None. (That this process cannot is no reason: a fresh one can.)"""

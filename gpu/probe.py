@@ -18,7 +18,7 @@ queries are the keys that erase. Every part is in the dtype in which FLA stores 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,9 @@ def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
         a = torch.nn.functional.pad(a, (0, 0, 0, 0, 0, missing))
         return a.unflatten(1, (-1, C)).movedim(2, 3)
 
-    sums = (G if kind.by_channel else G[..., None]) / base2
-    sums = chunks(sums[..., :: sums.shape[-1] // max(s.groups, 1)])
+    G = (G if kind.by_channel else G[..., None]) / base2
+    sums = chunks(G[..., :: G.shape[-1] // max(s.groups, 1)])
+    assert sums is not None
     after = torch.cat([h[:, 1:], last[:, None].to(h.dtype)], 1)
     return {
         "decay": (sums, torch.zeros_like(sums)),
@@ -127,25 +128,38 @@ def _kda(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
     W, U, _, decayed, Aqk, T = intra(q=x.q, scale=s.scale, **given)
     pairs = intra(q=x.k, scale=1.0, **given)[4]
     Akk = (x.b * _lower(pairs, C, strict=True)).to(pairs.dtype)
-    return _by_channel(s, x, S, G, C, (Akk, Aqk), T, (U, W), decayed)
+    return _by_channel(s, x, S, G, C, _Solved((Akk, Aqk), T, (U, W), decayed))
 
 
 def _gdn2(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    assert x.b is not None
     intra = imported("fla.ops.gdn2.chunk_intra").chunk_gdn2_fwd_intra
     given = {"k": x.k, "v": x.v, "gk": G, "b": x.b, "w_gate": x.w, "chunk_size": C, "safe_gate": _safe(s)}
     W, U, _, decayed, Aqk, T = intra(q=x.q, scale=s.scale, **given)
     Akk = _lower(intra(q=x.b * x.k, scale=1.0, **given)[4], C, strict=True)
-    return _by_channel(s, x, S, G, C, (Akk, Aqk), T, (U, W), decayed)
+    return _by_channel(s, x, S, G, C, _Solved((Akk, Aqk), T, (U, W), decayed))
 
 
 def _safe(s: Signature) -> bool:
     return s.gate is not None and s.gate.lower_bound is not None
 
 
-def _by_channel(
-    s: Signature, x: Operands, S: Tensor, G: Tensor, C: int, A: Any, T: Tensor, wy: Any, decayed: Tensor
-) -> Any:
+class _Solved(NamedTuple):
+    """What FLA solves inside chunks whose decays are by channel; tokens before heads, as it lays them out.
+
+    Attributes:
+        A: Akk and Aqk. T: the inverse. wy: U and W. decayed: keys times their decay to the chunk's end.
+    """
+
+    A: tuple[Tensor, Tensor]
+    T: Tensor
+    wy: tuple[Tensor, Tensor]
+    decayed: Tensor
+
+
+def _by_channel(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int, solved: _Solved) -> Any:
     """From the keys that are decayed to the chunk's end on, KDA and GDN-2 share what computes the rest."""
+    A, T, wy, decayed = solved
     fwd_h = imported("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
     h, Vn, last = fwd_h(k=decayed, w=wy[1], u=wy[0], gk=G, initial_state=S, output_final_state=True, chunk_size=C)
     fwd_o = imported("fla.ops.gla.chunk").chunk_gla_fwd_o_gk

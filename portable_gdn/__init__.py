@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         gated_delta_rule_step,
     )
     from .dispatch import register_backend
+    from .parallel.sharding import Sharding
     from .spec.backend import Backend
     from .spec.errors import GdnError
     from .spec.precision import Rounding
@@ -49,6 +50,7 @@ _HOME = {
     "GdnError": "spec.errors",
     "Rounding": "spec.precision",
     **dict.fromkeys(("Problem", "Result", "Signature"), "spec.problem"),
+    "Sharding": "parallel.sharding",
     "watch": "watching",
 }
 
@@ -61,6 +63,7 @@ __all__ = [
     "Result",
     "Rounding",
     "RuleStates",
+    "Sharding",
     "ShortConv",
     "Signature",
     "SoftplusGate",

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import dispatch
-from .door import check_host_boundaries, describe, normalise, run, run_with_states
+from .door import check_host_boundaries, describe
+from .parallel.calls import compute
+from .parallel.placement import signature_of_a_shard
+from .parallel.sharding import Sharding
 from .spec.conv import ShortConv
 from .spec.errors import bad, suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
@@ -81,6 +84,7 @@ def gated_delta_rule(
     check_values: bool = False,
     output_states_every: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, Array | RuleStates | None]:
     """The gated delta rule over whole sequences, on the best backend for the arrays given.
 
@@ -118,6 +122,9 @@ def gated_delta_rule(
         backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
             ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
             by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").
+        sharding: which axes of a mesh split rows, heads and tokens (a ``Sharding``, of JAX arrays). None reads it from
+            the arrays: those of a mesh with explicit axes, and arrays outside of a trace. A trace with automatic axes
+            does not tell; there a call for several TPUs without it is computed by ``xla``, with a warning.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for; with
@@ -126,27 +133,30 @@ def gated_delta_rule(
     Raises:
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        initial_state,
-        cu_seqlens,
-        segment_ids,
-        mask,
-        gate,
-        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
+    operands = {"q": q, "k": k, "v": v}
+    _add(
+        operands,
+        g=g,
+        beta=beta,
+        erase=erase,
+        write=write,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        mask=mask,
     )
-    problem, chosen = normalise(operands, options, backend, check_values)
-    if output_states_every is None:
-        result = run(problem, chosen)
-        return result.o, result.state
-    result, every = run_with_states(problem, chosen, output_states_every)
-    return result.o, RuleStates(result.state, every)
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+    )
+    result, every = compute(operands, options, backend, check_values, sharding, output_states_every)
+    return result.o, result.state if every is None else RuleStates(result.state, every)
 
 
 @suggests_keywords
@@ -168,6 +178,7 @@ def gated_delta_rule_step(
     deterministic: bool = False,
     check_values: bool = False,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, Array]:
     """One token of the rule, for decoding.
 
@@ -182,22 +193,19 @@ def gated_delta_rule_step(
     Raises:
         GdnError: as ``gated_delta_rule``.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        state,
-        None,
-        None,
-        None,
-        gate,
-        Options(scale, True, qk_l2norm, None, None, precision, state_layout, deterministic, True),
+    operands = {"q": q, "k": k, "v": v}
+    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
+    options = Options(
+        scale=scale,
+        output_final_state=True,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        step=True,
     )
-    result = run(*normalise(operands, options, backend, check_values))
+    result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, result.state
 
 
@@ -226,6 +234,7 @@ def gated_delta_mixer(
     deterministic: bool = False,
     check_values: bool = False,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState | None]:
     """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
 
@@ -271,20 +280,19 @@ def gated_delta_mixer(
         mask=mask,
     )
     options = Options(
-        scale,
-        output_final_state,
-        qk_l2norm,
-        kind,
-        chunk_size,
-        precision,
-        state_layout,
-        deterministic,
-        False,
-        conv.activation,
-        num_heads,
-        key_dim,
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=kind,
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        conv_activation=conv.activation,
+        num_heads=num_heads,
+        key_dim=key_dim,
     )
-    result = run(*normalise(operands, options, backend, check_values))
+    result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
 
 
@@ -313,6 +321,7 @@ def explain(
     check_values: bool = False,
     output_states_every: int | None = None,
     backend: str | None = None,
+    sharding: Sharding | None = None,
 ) -> dispatch.Explanation:
     """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
 
@@ -321,60 +330,6 @@ def explain(
     Raises:
         GdnError: the call itself is wrong.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        initial_state,
-        cu_seqlens,
-        segment_ids,
-        mask,
-        gate,
-        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
-    )
-    signature = describe(operands, options)
-    if cu_seqlens is not None:
-        check_host_boundaries(operands["cu_seqlens"], signature.T)
-    return dispatch.explain(signature, backend)
-
-
-def _add(operands: dict[str, Array], **named: Array | None) -> None:
-    for name, x in named.items():
-        if x is not None:
-            operands[name] = x
-
-
-def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
-    """Put the gate's parameters among the operands; what is left of it."""
-    if gate is None:
-        return None
-    if not isinstance(gate, (SoftplusGate, BoundedGate)):
-        raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
-    if isinstance(gate, BoundedGate) and gate.lower_bound is None:
-        raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
-    _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)
-
-
-def _rule_call(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array | None,
-    beta: Array | None,
-    erase: Array | None,
-    write: Array | None,
-    initial_state: Array | None,
-    cu_seqlens: Array | None,
-    segment_ids: Array | None,
-    mask: Array | None,
-    gate: Gate | None,
-    options: Options,
-) -> tuple[dict[str, Array], Options]:
     operands = {"q": q, "k": k, "v": v}
     _add(
         operands,
@@ -387,6 +342,35 @@ def _rule_call(
         segment_ids=segment_ids,
         mask=mask,
     )
-    if gate is not None:
-        options = options._replace(gate=_gate(operands, gate))
-    return operands, options
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+    )
+    signature = describe(operands, options)
+    if cu_seqlens is not None:
+        check_host_boundaries(operands["cu_seqlens"], signature.T)
+    return dispatch.explain(signature_of_a_shard(signature, operands, sharding), backend)
+
+
+def _add(operands: dict[str, Array], **named: Array | None) -> None:
+    for name, x in named.items():
+        if x is not None:
+            operands[name] = x
+
+
+def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
+    """Put the gate's parameters among the operands; what is left of it, or None without a gate."""
+    if gate is None:
+        return None
+    if not isinstance(gate, (SoftplusGate, BoundedGate)):
+        raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
+    if isinstance(gate, BoundedGate) and gate.lower_bound is None:
+        raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
+    _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
+    return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)

@@ -26,7 +26,7 @@ from .spec.problem import Meta, Options, Problem, Result, Signature
 from .spec.rules import check_boundaries, make_signature
 from .watching import note
 
-__all__ = ["describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
+__all__ = ["check_states_every", "describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
 
 Array = Any
 
@@ -132,13 +132,8 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
     Raises:
         GdnError: ``every`` is no positive integer, or there are segment_ids.
     """
-    if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
-        raise bad("output_states_every", repr(every), "be a positive integer")
     s = problem.signature
-    if s.symbolic:
-        raise bad("output_states_every", f"given for T = {s.T} tokens, a symbol", "be left out under jax.export")
-    if s.has("segment_ids"):
-        raise bad("output_states_every", "given with segment_ids", "be left out: states belong to whole sequences")
+    every = check_states_every(s, every)
     if s.B * s.T == 0:
         result = empty_result(Problem(replace(s, output_final_state=True), problem.operands))
         states: Any = result.state
@@ -146,7 +141,22 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
             states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
     note(s, backend)
-    return backend.run_with_states(problem, int(every))
+    return backend.run_with_states(problem, every)
+
+
+def check_states_every(s: Signature, every: Any) -> int:
+    """The number of tokens between the states that a call returns on the way.
+
+    Raises:
+        GdnError: it is no positive integer, or the call has none (with segment_ids, or of a symbolic length).
+    """
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
+        raise bad("output_states_every", repr(every), "be a positive integer")
+    if s.symbolic:
+        raise bad("output_states_every", f"given for T = {s.T} tokens, a symbol", "be left out under jax.export")
+    if s.has("segment_ids"):
+        raise bad("output_states_every", "given with segment_ids", "be left out: states belong to whole sequences")
+    return int(every)
 
 
 def run_with_gradients(

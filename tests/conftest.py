@@ -6,8 +6,14 @@ Operands are numpy arrays by name everywhere; each library converts them, makes 
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from typing import Any
+
+# Before JAX and rich are imported. Most of these tests' time is XLA compiling small programs that run once: it need not
+# optimise them. And pytest-xdist tells its workers that the terminal has 80 columns, where users' pipes have no end.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+os.environ.pop("COLUMNS", None)
 
 import ml_dtypes
 import numpy as np

@@ -27,6 +27,7 @@ from portable_gdn.spec.errors import GdnError
 from portable_gdn.spec.evaluate import FLOAT64, chunk_by_chunk, matmul
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding
 from portable_gdn.spec.probe import probe
+from portable_gdn.spec.stages import Algebra
 
 
 class ByStages(Numpy):
@@ -41,8 +42,8 @@ class ByStages(Numpy):
 
     def probe(self, problem):
         s, x = problem
-        chunk = lambda *rows: stage_chunk(xp, matmul, *rows[:7], s.scale, rows[7], stages=self.stages)  # noqa: E731
-        return probe(FLOAT64, matmul, s, x, s.chunk_size or 64, chunk)
+        chunk = lambda part: stage_chunk(Algebra(xp, matmul), part, s.scale, stages=self.stages)  # noqa: E731
+        return probe(Algebra(FLOAT64, matmul), s, x, s.chunk_size or 64, chunk)
 
 
 @pytest.fixture
@@ -58,6 +59,8 @@ def spoiled(name, part, where):
         found = getattr(stages, name)(*arguments, **more)
         parts = list(found) if isinstance(found, tuple) else [found]
         parts[part] = where(parts[part])
+        if hasattr(found, "_make"):
+            return found._make(parts)
         return tuple(parts) if isinstance(found, tuple) else parts[0]
 
     return {name: stage}

@@ -16,7 +16,7 @@ import pytest
 from rich.table import Table
 from typer.testing import CliRunner
 
-from portable_gdn.cli import interruption, output
+from portable_gdn.cli import interruption, output, port
 from portable_gdn.cli.main import app
 from portable_gdn.harness.tensor_file import TensorWriter
 from portable_gdn.spec.errors import GdnError
@@ -127,6 +127,16 @@ def test_commands_tell_their_progress(arguments, tmp_path, monkeypatch):
     found = CliRunner().invoke(app, [a.format(tmp_path) for a in arguments])
     assert re.search(rf"{arguments[0]}: \d+ of \d+ done after \d+ s", found.stderr)
     assert "done after" not in found.stdout
+
+
+@pytest.mark.parametrize("title", ["port", "back"])
+def test_a_port_tells_how_many_bytes_are_done(title, monkeypatch, capsys):
+    monkeypatch.setattr(output, "EVERY", 0.05)
+    with port._bar(title) as update:
+        update("model-00001-of-00002.safetensors", 3 << 20, 8 << 20)
+        time.sleep(0.3)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"{title}: 3.0 MiB of 8.0 MiB done after \d+ s: model-00001-of-00002.safetensors", first)
 
 
 def test_help_and_version():

@@ -14,6 +14,8 @@ import pytest
 from portable_gdn import dispatch
 from portable_gdn.gpu import pieces
 from portable_gdn.harness.cases import cases_named
+from portable_gdn.harness.library_faults import library_fault
+from portable_gdn.harness.quick_proof import LISTED
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.precision import OPERANDS
 from portable_gdn.spec.problem import Meta, Options
@@ -34,7 +36,7 @@ def python(code, *, blocked=(), **environment):
 @FLA
 @pytest.mark.slow
 def test_the_quick_cases_hold_in_a_process_of_their_own():
-    names = dispatch.get("fla-interpret").quick_cases
+    names = LISTED["fla-interpret"]
     report = verify(["fla-interpret"], cases=cases_named(names))
     assert report.ok, [row for row in report.rows if not row.ok]
     assert {row.case for row in report.rows if row.backend == "fla-interpret"} == set(names)
@@ -458,7 +460,6 @@ def test_what_it_declares_to_round():
 
 
 def test_a_version_is_found_by_either_name_or_none(monkeypatch):
-    from portable_gdn.gpu import backend
     from portable_gdn.gpu.versions import metadata
 
     def version(installed):
@@ -472,10 +473,11 @@ def test_a_version_is_found_by_either_name_or_none(monkeypatch):
     case = "one key, beta 1.998, bfloat16"
     for installed in ("flash-linear-attention", "fla-core"):
         monkeypatch.setattr(metadata, "version", version(installed))
-        assert "error 0.18" in backend.FLA.known(case)
-        assert backend.FLA.known("one key, beta 1") is None
+        assert "error 0.18" in library_fault("fla", case)
+        assert library_fault("fla-interpret", case) == library_fault("fla", case)
+        assert library_fault("fla", "one key, beta 1") == library_fault("torch", case) == ""
     monkeypatch.setattr(metadata, "version", version(None))
-    assert backend.FLA.known(case) is None
+    assert library_fault("fla", case) == ""
 
 
 @FLA

@@ -139,7 +139,12 @@ def test_every_property_has_a_fault():
     assert set(FAULTS) == set(PROPERTIES)
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+LONG = {"oracle", "finite_differences"}  # drawn cases are shrunk: tens of seconds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PROPERTIES]
+)
 def test_a_fault_violates_its_property(under_test, name):
     with pytest.raises(Violation, match=name):
         check(Changed(FAULTS[name]), examples=30, properties=[name])

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from portable_gdn.spec import chunkwise, stages
+from portable_gdn.spec.chunkwise import ChunkOperands
 from portable_gdn.spec.evaluate import matmul
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding, rounded_product, stochastic_round
+from portable_gdn.spec.stages import Algebra
 
 C, K, V = 16, 8, 6
+EXACT = Algebra(npx, matmul)
 
 
 def operands(n, erase, seed=0, dtype=np.float64, resets=True):
@@ -43,8 +46,7 @@ def pairwise_scores(x, k, g, strict):
 @pytest.mark.parametrize("erase", [0, 1, K])
 def test_scores_are_what_they_are_defined_as(n, erase):
     q, k, _, g, b, _, _ = operands(n, erase)
-    G, count = stages.decay(npx, g)
-    Akk, Aqk = stages.scores(npx, matmul, q, k, b, G, count, 0.3)
+    Akk, Aqk = stages.scores(EXACT, q, k, b, stages.decay(npx, g), 0.3)
     assert np.allclose(Aqk, 0.3 * pairwise_scores(q, k, g, strict=False), rtol=0, atol=1e-13)
     if b is None:
         assert Akk is None
@@ -61,10 +63,10 @@ def test_one_text_serves_all_libraries(library, n, erase):
     dO, dS = np.ones((2, 3, C, V), np.float32), np.ones((2, 3, K, V), np.float32)
 
     def run(xp, convert):
-        q, k, v, g, b, w, S = (None if a is None else convert(a) for a in x)
-        o, after, saved = chunkwise.forward_chunk(xp, matmul, q, k, v, g, b, w, S, 0.3)
-        d = chunkwise.backward_chunk(xp, matmul, q, k, v, g, b, w, S, 0.3, saved, convert(dO), convert(dS))
-        named = chunkwise.stage_chunk(xp, matmul, q, k, v, g, b, w, S, 0.3)
+        algebra, part = Algebra(xp, matmul), ChunkOperands(*(None if a is None else convert(a) for a in x))
+        o, after, saved = chunkwise.forward_chunk(algebra, part, 0.3)
+        d = chunkwise.backward_chunk(algebra, part, 0.3, saved, convert(dO), convert(dS))
+        named = chunkwise.stage_chunk(algebra, part, 0.3)
         return [np.asarray(a) for a in (o, after, *d, *(y for r in named.values() for y in r)) if a is not None]
 
     reference = run(npx, np.asarray)
@@ -91,8 +93,8 @@ def matrices():
 def test_the_inverse_survives_repeated_and_correlated_keys(name):
     A = matrices()[name].astype(np.float32)
     exact = np.linalg.inv(np.eye(64) + A.astype(np.float64))
-    ladder64 = stages.inverse(npx, matmul, A[None].astype(np.float64))[0]
-    ladder32 = stages.inverse(npx, matmul, A[None])[0]
+    ladder64 = stages.inverse(EXACT, A[None].astype(np.float64))[0]
+    ladder32 = stages.inverse(EXACT, A[None])[0]
     for found, eps in ((ladder64, 2.0**-52), (ladder32, 2.0**-23)):
         # What rounding Akk alone would do, to first order; the power series errs by up to 1e21 here.
         bound = eps * (np.abs(exact) @ (np.abs(A) + np.eye(64)) @ np.abs(exact))
@@ -104,7 +106,7 @@ def test_a_reset_counts_and_does_not_sum():
     G, count = stages.decay(npx, g)
     assert np.allclose(G[:, 0], [-0.1, 0, -0.2, 0, -0.3, -0.3, -0.3, -0.7])
     assert np.array_equal(count[:, 0], [0, 1, 1, 2, 2, 2, 2, 2])
-    D = stages.pair_decay(npx, G, count)[0]
+    D = stages.pair_decay(npx, stages.Decays(G, count))[0]
     assert D[1, 0] == D[3, 2] == D[4, 0] == 0
     assert D[2, 1] == pytest.approx(np.exp(-0.2))
     assert D[4, 3] == pytest.approx(np.exp(-0.3))
@@ -118,7 +120,7 @@ def test_a_gate_of_zero_leaves_a_large_sum_as_it_was_to_the_bit(tokens):
     g[10:13] = 0
     G, count = stages.decay(npx, g)
     assert np.array_equal(G[tokens:], np.broadcast_to(G[tokens - 1], G[tokens:].shape))
-    assert np.array_equal(stages.to_end(npx, G, count)[tokens - 1 :], np.ones_like(G[tokens - 1 :]))
+    assert np.array_equal(stages.to_end(npx, stages.Decays(G, count))[tokens - 1 :], np.ones_like(G[tokens - 1 :]))
     assert np.array_equal(G[10:13], np.broadcast_to(G[9], (3, 3)))
 
 
@@ -129,7 +131,7 @@ def test_no_exponent_is_positive_whatever_the_gates(n, monkeypatch):
     monkeypatch.setattr(npx, "exp", lambda x: seen.append(np.max(x)) or real(x))
     x = operands(n, 1)
     x[3] = np.where(np.isinf(x[3]), -np.inf, 100 * x[3])
-    chunkwise.forward_chunk(npx, matmul, *x, 0.3)
+    chunkwise.forward_chunk(EXACT, ChunkOperands(*x), 0.3)
     assert seen
     assert max(seen) <= 0
 
@@ -138,11 +140,11 @@ def test_segments_do_not_see_each_other_by_a_bit():
     x = operands(1, 1, dtype=np.float32, resets=False)
     starts = np.zeros((2, 1, C, 1), bool)
     starts[:, :, 5] = True
-    o, S, _ = chunkwise.forward_chunk(npx, matmul, *x, 0.3, starts)
+    o, S, _ = chunkwise.forward_chunk(EXACT, ChunkOperands(*x, starts), 0.3)
     moved = [None if a is None else a.copy() for a in x]
     for a in moved[:6]:
         a[..., :5, :] *= 0.7
-    o2, S2, _ = chunkwise.forward_chunk(npx, matmul, *moved, 0.3, starts)
+    o2, S2, _ = chunkwise.forward_chunk(EXACT, ChunkOperands(*moved, starts), 0.3)
     assert np.array_equal(o[..., 5:, :], o2[..., 5:, :])
     assert np.array_equal(S, S2)
     assert not np.array_equal(o[..., :5, :], o2[..., :5, :])
@@ -155,9 +157,9 @@ def test_dg_is_accurate_where_decays_are_strong():
     dO, dS = np.ones((2, 3, C, V)), np.ones((2, 3, K, V))
 
     def dg(dtype):
-        y = [a.astype(dtype) for a in x]
-        _, _, saved = chunkwise.forward_chunk(npx, matmul, *y, 0.3)
-        return chunkwise.backward_chunk(npx, matmul, *y, 0.3, saved, dO.astype(dtype), dS.astype(dtype)).g
+        y = ChunkOperands(*(a.astype(dtype) for a in x))
+        _, _, saved = chunkwise.forward_chunk(EXACT, y, 0.3)
+        return chunkwise.backward_chunk(EXACT, y, 0.3, saved, dO.astype(dtype), dS.astype(dtype)).g
 
     exact = dg(np.float64)
     assert np.linalg.norm(dg(np.float32) - exact) <= 1e-5 * np.linalg.norm(exact)

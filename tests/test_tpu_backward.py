@@ -281,6 +281,7 @@ def long_rows(T=300, seed=0):
     return {n: jnp.asarray(a, jnp.bfloat16 if n in "qkv" else jnp.float32) for n, a in x.items()}
 
 
+@pytest.mark.slow
 def test_long_rows_have_a_kernel_of_their_own():
     """Which holds, and where nothing is left of what came before, gives nothing to it."""
     x = long_rows()

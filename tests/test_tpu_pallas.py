@@ -18,12 +18,13 @@ from conftest import assert_all_close, assert_close, make, oracle
 import portable_gdn as pg
 from portable_gdn import dispatch, door
 from portable_gdn.harness.cases import Case, build, designed, recorded
+from portable_gdn.harness.quick_proof import LISTED
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec import chunkwise
 from portable_gdn.spec.errors import GdnError
 from portable_gdn.spec.evaluate import matmul
 from portable_gdn.spec.problem import Options
-from portable_gdn.spec.stages import STAGES
+from portable_gdn.spec.stages import STAGES, Algebra
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET, Interpreted
 from portable_gdn.tpu.chips import COMMON, VMEM_LIMIT
 from portable_gdn.tpu.plan import plan
@@ -67,7 +68,7 @@ def case(name):
 
 
 def test_names_of_the_quick_proof_exist_and_none_is_refused():
-    for name in PALLAS_INTERPRET.quick_cases:
+    for name in LISTED["pallas-interpret"]:
         inputs = build(case(name))
         door.normalise(PALLAS_INTERPRET.from_numpy(inputs.operands), inputs.options, NAME)
 
@@ -207,7 +208,7 @@ def test_probed_stages_are_the_specification_s(variant):
                 n: a if n == "initial_state" else filled(a[:, chunk * size :][:, :size], size) for n, a in alone.items()
             }
             core = prepare_in_float64(s, part)
-            want = chunkwise.stage_chunk(xp, matmul, *core, S, s.scale)
+            want = chunkwise.stage_chunk(Algebra(xp, matmul), chunkwise.ChunkOperands(*core, S), s.scale)
             for stage, values in want.items():
                 for got, exact in zip(found[stage], values, strict=True):
                     assert (got is None) == (exact is None), stage

@@ -235,6 +235,7 @@ def test_what_is_exact_is_exact(precision):
     assert np.array_equal(state, other_state)
 
 
+@pytest.mark.slow
 def test_rows_and_heads_do_not_touch_each_other():
     x = operands(B=2)
     o, state = rule(x)
@@ -370,9 +371,8 @@ def test_its_own_states_and_outputs_are_probed(case):
     assert np.array_equal(bits(shown.reshape(1, -1, *shown.shape[3:])[:, : case.T]), bits(o))
 
 
-@pytest.mark.parametrize(
-    ("of", "stage", "chunk"), [("into", "state", 1), pytest.param("before", "delta", 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("of", "stage", "chunk"), [("into", "state", 1), ("before", "delta", 0)])
 def test_a_fault_in_the_pipeline_is_found_at_its_stage(of, stage, chunk, monkeypatch):
     real = phases._gates
     wrong = lambda p, g, b: [a._replace(**{of: getattr(a, of) * 1.5}) for a in real(p, g, b)]  # noqa: E731

@@ -70,18 +70,14 @@ def test_nan_in_one_segment_never_reaches_another():
     np.testing.assert_array_equal(grads_y["initial_state"], grads["initial_state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case("long, segments", layout="segments", **LONG),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                Case("long, mixer, holes", layout="holes", conv=4, l2norm=True, gate="softplus", **LONG),
-                Case("long, mixer, segments", layout="segments", conv=4, l2norm=True, gate="softplus", **LONG),
-                Case("long, segments, KDA", layout="segments", variant="KDA", **LONG),
-            )
-        ),
+        Case("long, mixer, holes", layout="holes", conv=4, l2norm=True, gate="softplus", **LONG),
+        Case("long, mixer, segments", layout="segments", conv=4, l2norm=True, gate="softplus", **LONG),
+        Case("long, segments, KDA", layout="segments", variant="KDA", **LONG),
     ],
     ids=lambda c: c.name,
 )

@@ -45,6 +45,7 @@ class Pallas(Backend):
     libraries = ("jax",)
     auto = True
     priority = 20
+    counts_axes = True
     #: What of a call's prologue its kernels can do themselves.
     inside = ("conv", "qk_l2norm", "gate")
     #: Stages that its kernel never forms: ``probe`` derives them with its own solver.
@@ -59,7 +60,7 @@ class Pallas(Backend):
 
     @cached_property
     def alone(self) -> Pallas:
-        """The same without ``elsewhere``: what runs where it is asked for by name."""
+        """This backend without ``elsewhere``: what runs where it is asked for by name."""
         return self if self.elsewhere is None else Alone(self._stages)
 
     @property
@@ -158,32 +159,14 @@ class Alone(Pallas):
 
 
 class Interpreted(Pallas):
-    """The same kernel by Pallas' interpreters, on whatever XLA runs on."""
+    """The kernels by Pallas' interpreters, on whatever XLA runs on."""
 
     name = "pallas-interpret"
     auto = False
     priority = 91
     slow = True
+    counts_axes = False
     elsewhere = None
-    quick_cases = (
-        "one token",
-        "no tokens",
-        "a chunk and a token",
-        "DeltaNet",
-        "a chunk",
-        "KDA",
-        "GDN-2",
-        "GLA",
-        "bfloat16, 64 x 96",
-        "gates one -inf",
-        "gates -20 each",
-        "one key, beta 1.998, bfloat16",
-        "packed",
-        "packed with empties",
-        "left padding",
-        "mixer",
-        "qwen3_next layer",
-    )
 
     def refuses(self, signature: Signature) -> str | None:
         """Why it cannot compute this call, or None."""

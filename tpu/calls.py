@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..spec import jax_arrays
@@ -24,6 +23,7 @@ from .execution import Execution, Outputs
 from .kernels.backward import RuleGradients, backward
 from .kernels.forward import forward
 from .kernels.reverse import reverse
+from .lowering import kernel_or_else
 from .pipeline_plan import Pipeline
 from .pipelined import by_pipeline
 from .plan import CHUNK, Plan, widths
@@ -202,9 +202,9 @@ def _pull_other(e: Execution, operands: Operands, cotangents: Outputs) -> Operan
 
 
 def _chosen(e: Execution, kernel: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
-    if e.choose and e.signature.traced and e.interpret is False:  # what it will run on is the compiler's to know
-        return lax.platform_dependent(*args, tpu=kernel, default=elsewhere)
-    return kernel(*args)
+    if e.interpret is not False:
+        return kernel(*args)
+    return kernel_or_else(kernel, elsewhere if e.choose else None, *args)  # the lowering knows what it will run on
 
 
 def _by_kernel(e: Execution, operands: Operands) -> Outputs:

@@ -42,9 +42,9 @@ class Execution:
         chip: the one that the plans are for.
         interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
         stages: the functions that the kernels are made of; other ones than ``kernels.stages`` test what a fault does.
-        other: what the compiler takes for anything but a TPU, if ``choose``; and what is differentiated for second
-            derivatives, and where there is no backward kernel for the call.
-        choose: leave it to the compiler which of both to take, where the operands are traced and not interpreted.
+        other: what the lowering takes for anything but a TPU, and where XLA partitions the program, if ``choose``; and
+            what is differentiated for second derivatives, and where there is no backward kernel for the call.
+        choose: leave it to the lowering which of both to take, unless interpreted.
     """
 
     signature: Signature

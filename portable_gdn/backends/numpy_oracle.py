@@ -12,6 +12,7 @@ from ..spec.evaluate import FLOAT64, Evaluation, evaluate, matmul
 from ..spec.oracle import CoreRule, token_by_token
 from ..spec.probe import probe
 from ..spec.problem import Problem, Result, Signature
+from ..spec.stages import Algebra
 
 __all__ = ["BACKEND", "Numpy"]
 
@@ -39,7 +40,8 @@ class Numpy(Backend):
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The specification's stages of every chunk, in float64; see ``spec.probe``."""
-        return probe(FLOAT64, matmul, problem.signature, problem.operands, problem.signature.chunk_size or CHUNK)
+        s, operands = problem
+        return probe(Algebra(FLOAT64, matmul), s, operands, s.chunk_size or CHUNK)
 
     @staticmethod
     def _result(s: Signature, e: Evaluation) -> Result:

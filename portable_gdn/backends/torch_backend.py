@@ -44,7 +44,7 @@ class Torch(Backend):
         return probe(problem, problem.signature.chunk_size or CHUNK)
 
     def rounding(self, signature: Signature) -> Rounding:
-        """Products are float32, whatever the precision allows (on a GPU with allow_tf32 left off)."""
+        """Products are float32, whatever the precision allows and whatever is set for torch's own products."""
         return Rounding(chunk_size=signature.chunk_size or CHUNK)
 
 

@@ -9,7 +9,7 @@ batches are the same scan. Tokens of a window that do not count are zeros, which
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 
 from ..spec import chunkwise, jax_arrays
 from ..spec import jax_isolation as isolation
+from ..spec.chunkwise import ChunkOperands
 from ..spec.jax_tracing import own_settings, varying, varying_like
 from ..spec.precision import DEFAULT
 from ..spec.probe import probe as spec_probe
@@ -25,6 +26,7 @@ from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from ..spec.recurrent import one_token, weighted_sum
 from ..spec.sequences import count_at_most
+from ..spec.stages import Algebra
 
 __all__ = ["compute", "compute_gradients", "compute_with_states", "probe"]
 
@@ -64,14 +66,13 @@ def compute_gradients(
 @own_settings
 def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = False) -> dict[str, tuple[Any, ...]]:
     """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
-    product = _product(s.precision, emulate)
+    algebra = Algebra(jnp, _product(s.precision, emulate))
 
     @jax.jit
-    def chunk(*rows: Any) -> Any:
-        *rows, starts = rows
-        return chunkwise.stage_chunk(jnp, product, *rows, s.scale, starts, direct=True)
+    def chunk(x: ChunkOperands) -> Any:
+        return chunkwise.stage_chunk(algebra, x, s.scale, direct=True)
 
-    return spec_probe(jnp, product, s, operands, size, chunk)
+    return spec_probe(algebra, s, operands, size, chunk)
 
 
 def _run(
@@ -85,7 +86,8 @@ def _run(
         o, state = _step(s, p, S)
     else:
         table = _table(s, size, operands.get("cu_seqlens"), every)
-        o, state, states = _rule(s, size, emulate, every, p.q, p.k, p.v, p.g, p.b, p.w, S, p.starts, table)
+        x = ChunkOperands.of(p[:6], S, p.starts)
+        o, state, states = _rule(_Program(s, size, emulate, every), x, table)
     if states is not None:  # [T // every, B, ..], or of packed sequences [T // every, 1, ..]
         states = swap_state(jnp, s, jnp.swapaxes(states, 0, 1))
     state = swap_state(jnp, s, state) if s.output_final_state else None
@@ -96,7 +98,7 @@ def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
     rows = [None if a is None else jnp.reshape(a[:, 0], (s.B, s.H, a.shape[2] // s.H, a.shape[3])) for a in p[:6]]
     S5 = jnp.reshape(S, (s.B, s.H, s.HV // s.H, s.K, s.V))
     contract = _contract_few if not s.symbolic and s.B <= 2 else weighted_sum
-    o, state = one_token(jnp, *rows, S5, s.scale, contract)
+    o, state = one_token(jnp, ChunkOperands.of(rows, S5), s.scale, contract)
     return jnp.reshape(o, (s.B, s.HV, s.V)), jnp.reshape(state, S.shape)
 
 
@@ -219,101 +221,77 @@ class _Windows:
         return lax.dynamic_update_slice_in_dim(S, new, self.slot, axis=0)
 
 
-def _forward(
-    s: Signature,
-    size: int,
-    emulate: bool,
-    every: int | None,
-    x: tuple[Array | None, ...],
-    S: Array,
-    starts: Array | None,
-    table: Array,
-    keep: bool,
-) -> tuple[Array, Array, Array | None, Any]:
-    product = _product(s.precision, emulate)
-    x, starts, length = _at_least(x, starts, size)
-    S = jnp.reshape(S, (s.N, s.H, s.HV // s.H, s.K, s.V))
+class _Program(NamedTuple):
+    """What the rule's compiled program depends on beside the shapes of its operands."""
+
+    s: Signature
+    size: int  # tokens a chunk
+    emulate: bool  # see _product
+    every: int | None  # the states after every so many tokens are results, too
+
+    @property
+    def algebra(self) -> Algebra:
+        return Algebra(jnp, _product(self.s.precision, self.emulate))
+
+
+def _forward(program: _Program, x: ChunkOperands, table: Array, keep: bool) -> tuple[Array, Array, Array | None, Any]:
+    s, algebra = program.s, program.algebra
+    x, length = _at_least(x, program.size)
+    S = jnp.reshape(x.S, (s.N, s.H, s.HV // s.H, s.K, s.V))
 
     def step(carry: Any, entry: Any) -> Any:
         o, S, states = carry
-        window = _Windows(s, entry, size, length)
-        before = window.take(S)
-        out, after, saved = chunkwise.forward_chunk(
-            jnp, product, *map(window.read, x), before, s.scale, _read_starts(window, starts)
-        )
+        window = _Windows(s, entry, program.size, length)
+        part = _chunk(window, x, window.take(S))
+        out, after, saved = chunkwise.forward_chunk(algebra, part, s.scale)
         if states is not None:
             states = lax.dynamic_update_index_in_dim(states, after, window.kept, 0)
-        return (window.write(o, out), window.put(S, after), states), ((saved, before) if keep else None)
+        return (window.write(o, out), window.put(S, after), states), ((saved, part.S) if keep else None)
 
     o = varying_like(jnp.zeros((s.B, length, s.HV, s.V), jnp.float32), S)
     states = None  # or those on the way, and behind them what no one reads
-    if every is not None:
-        states = varying_like(jnp.zeros((s.T // every + 1, s.B, *S.shape[1:]), jnp.float32), S)
+    if program.every is not None:
+        states = varying_like(jnp.zeros((s.T // program.every + 1, s.B, *S.shape[1:]), jnp.float32), S)
     (o, S, states), saved = lax.scan(step, (o, S, states), tuple(table.T))
     if states is not None:
         states = jnp.reshape(states[:-1], (-1, s.B, s.HV, s.K, s.V))
     return o[:, : s.T], jnp.reshape(S, (s.N, s.HV, s.K, s.V)), states, saved
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
-def _rule(
-    s: Signature,
-    size: int,
-    emulate: bool,
-    every: int | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
-    starts: Array | None,
-    table: Array,
-) -> tuple[Array, Array, Array | None]:
+def _rule(program: _Program, x: ChunkOperands, table: Array) -> tuple[Array, Array, Array | None]:
     """The bare rule: o [B, T, HV, V], the final states [N, HV, K, V], and those after every so many tokens
-    [T // every, B, HV, K, V], or None."""
-    return _rule_forward(s, size, emulate, every, q, k, v, g, b, w, S, starts, table, keep=False)[0]
+    [T // every, B, HV, K, V], or None.
+
+    Args:
+        x: operands of all tokens, [B, T, heads, ...], with ``starts`` [B, T]. table: see ``_table``.
+    """
+    return _rule_forward(program, x, table, keep=False)[0]
 
 
 @own_settings
-def _rule_forward(
-    s: Signature,
-    size: int,
-    emulate: bool,
-    every: int | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
-    starts: Array | None,
-    table: Array,
-    keep: bool = True,
-) -> Any:
-    x, reached = (q, k, v, g, b, w), None
-    if starts is not None:
-        x, S, reached = isolation.clean(x, S, starts)
-    o, S, states, saved = _forward(s, size, emulate, every, x, S, starts, table, keep)
+def _rule_forward(program: _Program, x: ChunkOperands, table: Array, keep: bool = True) -> Any:
+    reached = None
+    if x.starts is not None:
+        rows, S, reached = isolation.clean(x.rows, x.S, x.starts)
+        x = ChunkOperands.of(rows, S, x.starts)
+    o, S, states, saved = _forward(program, x, table, keep)
     if reached is not None:
         o, S = isolation.mark(o, S, reached)
-    return (o, S, states), (x, starts, reached, table, saved)
+    return (o, S, states), (x, reached, table, saved)
 
 
 @own_settings
-def _rule_backward(
-    s: Signature, size: int, emulate: bool, every: int | None, kept: Any, cotangents: tuple[Array, Array, Array | None]
-) -> Any:
-    x, starts, reached, table, saved = kept
+def _rule_backward(program: _Program, kept: Any, cotangents: tuple[Array, Array, Array | None]) -> Any:
+    s, algebra = program.s, program.algebra
+    x, reached, table, saved = kept
     dO, dS, d_states = cotangents
     affected = None
     if reached is not None:
-        dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
-    product = _product(s.precision, emulate)
-    (*x, dO), starts, length = _at_least((*x, dO), starts, size)
+        dO, dS, affected = isolation.clean_cotangents(dO, dS, x.starts, reached)
+    x, length = _at_least(x, program.size)
+    dO = _longer(dO, length)
     by_group = (s.H, s.HV // s.H, s.K, s.V)
     dS = jnp.reshape(dS, (s.N, *by_group))
     if d_states is not None:  # zeros for chunks that gave none
@@ -322,53 +300,49 @@ def _rule_backward(
     def step(carry: Any, item: Any) -> Any:
         grads, dS = carry
         entry, (saved, before) = item
-        window = _Windows(s, entry, size, length)
+        window = _Windows(s, entry, program.size, length)
         after = window.take(dS)
         if d_states is not None:
             after = after + lax.dynamic_index_in_dim(d_states, window.kept, 0, keepdims=False)
-        d = chunkwise.backward_chunk(
-            jnp,
-            product,
-            *map(window.read, x),
-            before,
-            s.scale,
-            saved,
-            window.read(dO),
-            after,
-            _read_starts(window, starts),
-        )
+        d = chunkwise.backward_chunk(algebra, _chunk(window, x, before), s.scale, saved, window.read(dO), after)
         q, k, *rest = d[:6]
         new = (jnp.sum(q, 2, keepdims=True), jnp.sum(k, 2, keepdims=True), *rest)
         return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None
 
-    zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x), dS)
+    zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x.rows), dS)
     (grads, dS), _ = lax.scan(step, (zeros, dS), (tuple(table.T), saved), reverse=True)
     grads = [None if a is None else a[:, : s.T] for a in grads]
     dS = jnp.reshape(dS, (s.N, s.HV, s.K, s.V))
     if affected is not None:
         grads, dS = isolation.mark_gradients(grads, dS, affected)
-    return (*grads, dS, None, None)
+    return ChunkOperands.of(grads, dS), None
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
 
 
-def _at_least(x: Any, starts: Any, size: int) -> tuple[Any, Any, int]:
-    """A sequence shorter than one chunk is padded to it, and one of symbolic length by one; others stay as they are."""
-    length = x[0].shape[1]
+def _at_least(x: ChunkOperands, size: int) -> tuple[ChunkOperands, int]:
+    """Operands of at least one chunk of tokens, and how many: a symbolic number of tokens is padded by one chunk."""
+    length = x.q.shape[1]
     if not isinstance(length, int):
-        more = size
+        length = length + size
     elif length >= size:
-        return x, starts, length
+        return x, length
     else:
-        more = size - length
-    pad = lambda a: None if a is None else jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))  # noqa: E731
-    return tuple(map(pad, x)), pad(starts), length + more
+        length = size
+    *rows, starts = (None if a is None else _longer(a, length) for a in (*x.rows, x.starts))
+    return ChunkOperands.of(rows, x.S, starts), length
 
 
-def _read_starts(window: _Windows, starts: Any) -> Any:
-    """Segment starts of the window, [B, 1, 1, C, 1]."""
-    if starts is None:
-        return None
-    rows = window._slice(starts) & window.counts
-    return rows[:, None, None, :, None]
+def _longer(a: Array, length: int) -> Array:
+    """[B, T, ...] filled up with zeros to ``length`` tokens."""
+    more = length - a.shape[1]
+    return a if isinstance(more, int) and more == 0 else jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))
+
+
+def _chunk(window: _Windows, x: ChunkOperands, S: Array) -> ChunkOperands:
+    """The window's tokens of the operands, with the state at its start; ``starts`` as [B, 1, 1, C, 1]."""
+    starts = None
+    if x.starts is not None:
+        starts = (window._slice(x.starts) & window.counts)[:, None, None, :, None]
+    return ChunkOperands.of(map(window.read, x.rows), S, starts)

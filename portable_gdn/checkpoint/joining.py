@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isclose
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def join(
         sources = {places[key].bound.name for key in group.pieces}
         if len(sources) == 1 and len(group.pieces) == len(group.a.layout.pieces):
             continue
-        _join_one(found, dialect, name, group, places, checkpoint, adapter, sizes, dtype)
+        _join_one(found, name, group, _Parts(dialect, places, checkpoint, adapter), sizes, dtype)
     return found
 
 
@@ -100,24 +101,26 @@ def _other(key: Key, kind: str) -> Key:
     return key._replace(piece=key.piece.replace("#A", "#" + kind))
 
 
+class _Parts(NamedTuple):
+    """Where the parts of projections come from: the target's names, and the source's tensors and configuration."""
+
+    dialect: Dialect
+    places: Mapping[Key, Place]
+    checkpoint: Checkpoint
+    adapter: Adapter
+
+
 def _join_one(
-    found: Joined,
-    dialect: Dialect,
-    name: str,
-    group: _Group,
-    places: Mapping[Key, Place],
-    checkpoint: Checkpoint,
-    adapter: Adapter,
-    sizes: Mapping[str, int],
-    dtype: str | None,
+    found: Joined, name: str, group: _Group, source: _Parts, sizes: Mapping[str, int], dtype: str | None
 ) -> None:
+    dialect, places, checkpoint, adapter = source
     where: dict[str, int] = {}  # each A's first row in the joined one
     total = 0
     for key in group.pieces:
-        source = places[key].bound
-        if source.name not in where:
-            where[source.name] = total
-            total += source.sizes[RANK]
+        bound = places[key].bound
+        if bound.name not in where:
+            where[bound.name] = total
+            total += bound.sizes[RANK]
     every = [place for key in group.pieces for place in (places[key], places[_other(key, "B")])]
     for kind, what in (("M", "magnitude (DoRA)"), ("C", "bias of B")):
         have = [key for key in group.pieces if _other(key, kind) in places]

@@ -18,7 +18,8 @@ from ..checkpoint.report import describe_plan
 from ..checkpoint.targets import TARGETS
 from ..checkpoint.targets.maxtext import LAYOUTS, layout_of
 from ..spec.errors import bad
-from .output import console, messages, print_json, progress_bar
+from . import interruption
+from .output import Update, console, messages, plain_progress, print_json, progress_bar, show
 
 __all__ = ["inspect", "port"]
 
@@ -198,7 +199,7 @@ def _print_report(report: proof.Report) -> None:
         where = "-" if worst.layer is None else f"{worst.layer} of {len(found)}"
         table.add_row(backend, code, what, f"{worst.error:.1e}", f"{worst.limit:.0e}", where, verdict)
     if groups:
-        console.print(table)
+        show(table)
     if report.unrun is not None:
         console.print(f"not run: {report.unrun}", markup=False)
     console.print("[green]holds[/]" if report.ok else "[bold red]fails[/]")
@@ -222,15 +223,20 @@ def _resumable() -> Iterator[None]:
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Any]:
-    """A bar of bytes on standard error."""
+def _bar(title: str) -> Iterator[Update]:
+    """A bar of bytes on standard error, or a line now and then where that is no terminal."""
+    if not messages.is_terminal or messages.is_dumb_terminal:
+        with plain_progress(title, _bytes) as update:
+            yield update
+        return
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=messages, transient=True) as progress:
         task = progress.add_task(title, total=None)
 
-        def update(what: str, done: int, of: int) -> None:
+        def update(what: str, done: int, of: int | None) -> None:
+            interruption.obey()
             progress.update(task, description=f"{title}  {what[-40:]:40}", completed=done, total=of)
 
         yield update
@@ -255,7 +261,7 @@ def _names(title: str, names: list[str], most: int = 4) -> None:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in ("tensors", "size") else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in ("tensors", "size") else "left")
     return table
 
 
@@ -271,7 +277,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
             row["source"], str(row["count"]), row["dtype"], row["shape"].replace("[", r"\["), _bytes(row["bytes"]),
             "\n".join(row["becomes"]),
         )  # fmt: skip
-    console.print(table)
+    show(table)
     console.print(
         f"{facts['target']}: {sum(o['count'] for o in facts['outputs'])} tensors, {_bytes(facts['target_bytes'])}; "
         f"side file {_bytes(facts['side_bytes'])}",

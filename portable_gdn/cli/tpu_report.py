@@ -12,7 +12,7 @@ from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_rep
 from ..spec.errors import GdnError
 from ..tpu.chips import CHIPS, chip_named
 from ..tpu.scheduling.build import expected_wait, missing
-from .output import console, messages, print_json, progress_bar
+from .output import console, messages, print_json, progress_bar, show
 
 __all__ = ["tpu_report"]
 
@@ -87,7 +87,7 @@ def _compare(reports: list[TpuReport], failed: list[tuple[str, GdnError]]) -> No
         table.add_column(name, justify="left" if name in ("chip", "bound") else "right", no_wrap=True)
     for report in reports:
         table.add_row(*_row(report))
-    console.print(table)
+    show(table)
     console.print(
         "cycles: of the kernels, and for each value head and 128 tokens; ms: the longer of code and HBM traffic; "
         "floor: the busiest unit alone, or the traffic, ms; spills: registers stored a step; VMEM: MiB; beside: ms of "

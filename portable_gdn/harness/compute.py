@@ -26,6 +26,7 @@ from ..spec.undisturbed import undisturbed
 from .borders import at_borders
 from .cases import Case, Inputs, build, in_rows
 from .environment import environment
+from .library_faults import library_fault
 from .tensor_file import TensorFile, TensorWriter
 from .worker import Worker
 
@@ -170,8 +171,8 @@ def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outc
         return refused._replace(status="failed", why=sentence)
     seconds = time.perf_counter() - started
     stages, why = _probed(backend, inputs, settings, found)
-    known = getattr(backend, "known", lambda case: None)(name) or ""
-    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, known, served)
+    fault = library_fault(backend.name, name)
+    return Outcome(name, "done", why, found, stages, backend.rounding(problem.signature), seconds, fault, served)
 
 
 Progress = Callable[[str, int, int], None]

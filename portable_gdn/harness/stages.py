@@ -17,13 +17,13 @@ import numpy as np
 
 from .. import door
 from ..spec import stages as st
-from ..spec.chunkwise import stage_chunk
+from ..spec.chunkwise import ChunkOperands, stage_chunk
 from ..spec.evaluate import FLOAT64, AnotherOrder, PowersOf2, decay_base2, matmul
 from ..spec.precision import BITS, Rounding, rounded_product, stochastic_round
 from ..spec.probe import probe_prepared
 from ..spec.problem import Problem, Signature
 from ..spec.prologue import Prepared, prepare
-from ..spec.stages import STAGES
+from ..spec.stages import STAGES, Algebra
 from .cases import Inputs, in_rows
 from .compute import Stages
 from .judge import EPS, SEEDS, only_bfloat16, second_look
@@ -138,6 +138,9 @@ class Parting(NamedTuple):
 SPECIFICATION = "the specification"
 
 
+_EXACT = Algebra(xp, matmul)
+
+
 class StageTruth:
     """The exact stages of a call at one chunk size, and what a declared rounding may do to them.
 
@@ -151,7 +154,7 @@ class StageTruth:
         self.chunk = chunk
         s, x = self.problem
         self._prepared = prepare(FLOAT64, s, x)
-        whole = probe_prepared(xp, matmul, s, self._prepared, chunk)
+        whole = probe_prepared(_EXACT, s, self._prepared, chunk)
         self.exact = _cropped(whole, s, chunk)
         self.sizes = _cropped(_sizes(whole, s, self._prepared, chunk), s, chunk)
         self._expected: dict[Any, Budgets] = {}
@@ -192,22 +195,21 @@ class StageTruth:
             # Queries and keys may be rounded once, before all products, and then meet the gates as they are.
             p = self._prepared
             p = p._replace(q=_rounded(p.q, "q", rounding, rng), k=_rounded(p.k, "k", rounding, rng))
-            found = probe_prepared(xp, rounded_product(rounding, rng), s, p, self.chunk)
+            found = probe_prepared(Algebra(xp, rounded_product(rounding, rng)), s, p, self.chunk)
             return _cropped(found, s, self.chunk)
         p, back = _shuffled(prepare(xp, *self.problem), s, rng)
-        namespace: Any = xp
         product = AnotherOrder(rng).product
+        algebra = Algebra(xp, product)
         stages: Any = st
         if rounding.base2:
-            namespace = PowersOf2()
+            algebra = Algebra(PowersOf2(), product)
             stages = SimpleNamespace(**{**{name: getattr(st, name) for name in STAGES}, "decay": decay_base2})
 
-        def chunk(*rows: Any) -> Any:
-            q, k, v, g, b, w, S, starts = rows
-            return stage_chunk(namespace, product, q, k, v, g, b, w, S, s.scale, starts, stages)
+        def chunk(x: ChunkOperands) -> Any:
+            return stage_chunk(algebra, x, s.scale, stages)
 
         with np.errstate(invalid="ignore", over="ignore"):
-            found = probe_prepared(xp, product, s, p, self.chunk, chunk)
+            found = probe_prepared(Algebra(xp, product), s, p, self.chunk, chunk)
         G, count = found["decay"]
         if rounding.base2:
             G = G / np.float32(1 / np.log(2))
@@ -277,7 +279,8 @@ def _rows(a: np.ndarray) -> np.ndarray:
 def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
     """The summands of every stage's results before they cancel, from the exact results of the stages before."""
     size = lambda a: None if a is None else np.abs(a)  # noqa: E731
-    (G, count), (_, Aqk), (T,), (U, W) = (exact[name] for name in ("decay", "scores", "inverse", "wy"))
+    decays = st.Decays(*exact["decay"])
+    (_, Aqk), (T,), (U, W) = (exact[name] for name in ("scores", "inverse", "wy"))
     (Vn,), (S, _) = exact["delta"], exact["state"]
     before = np.abs(S)
 
@@ -292,15 +295,15 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
 
     q, k, v, b, w = (rows(a) for a in (p.q, p.k, p.v, p.b, p.w))
     scale = abs(s.scale)
-    after = st.state(xp, matmul, k, np.abs(Vn), G, count, before)
+    after = st.state(_EXACT, k, np.abs(Vn), decays, before)
     return {
-        "decay": (np.abs(G), np.zeros_like(count)),
-        "scores": st.scores(xp, matmul, q, k, b, G, count, scale),
+        "decay": (np.abs(decays.sum), np.zeros_like(decays.resets)),
+        "scores": st.scores(_EXACT, q, k, b, decays, scale),
         "inverse": (size(T),),
-        "wy": st.wy(xp, matmul, size(T), k, v, b, w, G, count),
+        "wy": st.wy(_EXACT, size(T), k, v, b, w, decays),
         "state": (np.concatenate([before[:, :1], after[:, :-1]], 1), after),
         "delta": (np.abs(U) if W is None else np.abs(U) + np.abs(W) @ before,),
-        "output": (st.output(xp, matmul, q, np.abs(Aqk), np.abs(Vn), G, count, before, scale),),
+        "output": (st.output(_EXACT, q, np.abs(Aqk), np.abs(Vn), decays, before, scale),),
     }
 
 

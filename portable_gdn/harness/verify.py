@@ -13,14 +13,16 @@ from .. import dispatch
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from ..spec.precision import Rounding
+from ..spec.problem import Signature
 from .cases import Case, Inputs, build, designed, pairwise, recorded, strengths
 from .compute import Settings, one
 from .grouping import Group, groups
 from .judge import Expectation, first_beyond, judge, only_bfloat16
+from .quick_proof import in_quick_proof
 from .truth import Truth
 from .worker import Worker
 
-__all__ = ["NotRun", "Report", "Row", "cases_for", "in_quick_proof", "verify"]
+__all__ = ["NotRun", "Report", "Row", "cases_for", "verify"]
 
 
 class Row(NamedTuple):
@@ -105,14 +107,6 @@ def cases_for(full: bool) -> list[Case]:
 
 
 Progress = Callable[[str, int, int], None]
-
-
-def in_quick_proof(backend: Backend, case: Case) -> bool:
-    """Whether the quick proof runs this case on this backend: its own choice, or, if it is slow, the essential ones."""
-    chosen = getattr(backend, "quick_cases", None)
-    if chosen is not None:
-        return case.name in chosen
-    return not backend.slow or case.essential
 
 
 def verify(
@@ -244,34 +238,31 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
         report.seconds[backend.name] = report.seconds.get(backend.name, 0.0) + outcome.seconds
         # The oracle is not judged by itself.
         expectation = truth.by_stages() if backend.name == "numpy" else truth.expectation(outcome.rounding)
-        remark, known = getattr(backend, "remark", ""), getattr(backend, "known", None)
-        _compare(
-            backend.name,
-            case,
-            inputs,
-            outcome.tensors,
-            expectation,
-            s,
-            report,
-            remark,
-            known(case.name) if known else None,
-        )
+        _compare(report, _Computed(backend.name, case, inputs, outcome.tensors, fault=outcome.known), expectation, s)
     if inputs.recorded:
         found = {name: np.asarray(a) for name, a in inputs.recorded.items()}
-        _compare(RECORDED, case, inputs, found, truth.expectation(Rounding()), s, report, inputs.recorded_by)
+        computed = _Computed(RECORDED, case, inputs, found, note=inputs.recorded_by)
+        _compare(report, computed, truth.expectation(Rounding()), s)
 
 
-def _compare(
-    name: str,
-    case: Case,
-    inputs: Inputs,
-    found: dict[str, np.ndarray],
-    e: Expectation,
-    s: Any,
-    report: Report,
-    note: str = "",
-    known: str | None = None,
-) -> None:
+class _Computed(NamedTuple):
+    """The tensors that a backend, or a library whose results are recorded, computed in a case.
+
+    Attributes:
+        fault: what a library that the backend calls is known to get wrong here, or "".
+        note: what is to be said of gradients.
+    """
+
+    name: str
+    case: Case
+    inputs: Inputs
+    tensors: dict[str, np.ndarray]
+    fault: str = ""
+    note: str = ""
+
+
+def _compare(report: Report, computed: _Computed, e: Expectation, s: Signature) -> None:
+    name, case, inputs, found, fault, note = computed
     everything = e.exact if len(found) > 2 else {key: e.exact[key] for key in found}
     for tensor in everything:
         if tensor not in found:
@@ -279,8 +270,8 @@ def _compare(
             continue
         said = note if len(found) == 2 or tensor.startswith("grad_") else ""  # a remark is on gradients
         verdict = judge(tensor, found[tensor], e, s)
-        if not verdict.ok and known is not None and np.isfinite(verdict.error):
-            verdict, said = verdict._replace(ok=True, judged=False), known
+        if not verdict.ok and fault and np.isfinite(verdict.error):
+            verdict, said = verdict._replace(ok=True, judged=False), fault
         place = None
         if not verdict.ok:
             starts = inputs.operands.get("cu_seqlens")

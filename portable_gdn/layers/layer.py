@@ -14,6 +14,7 @@ from flax import nnx
 
 from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_rule_step
 from ..spec.errors import bad
+from .explicit import projected, with_whole_channels
 from .inputs import as_input
 from .options import LayerOptions
 from .parts import GATES, GatedNorm, ShortConvolution
@@ -38,6 +39,7 @@ class Layer(nnx.Module):
         self.hidden_size, self.num_heads, self.num_value_heads, self.key_dim, self.value_dim = hidden_size, H, HV, K, V
         self.conv_size, self.beta_scale = options.get("conv_size", 4), options.get("beta_scale", 1.0)
         self.precision, self.backend = options.get("precision"), options.get("backend")
+        self.sharding = options.get("sharding")
         weights = options.get("param_dtype", jnp.float32)
         # A tuple, since a dict would make the module's graph unhashable.
         linear = {"dtype": options.get("dtype"), "param_dtype": weights}
@@ -72,8 +74,8 @@ class Layer(nnx.Module):
         if not self.conv_size:
             return ShortConv(jnp.ones((self._channels, 1), jnp.float32))  # y = silu(x)
         parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = jnp.concatenate([p.kernel[...][:, 0] for p in parts], axis=-1).T
-        biases = [p.bias[...] for p in parts if p.bias is not None]
+        weight = jnp.concatenate([with_whole_channels(p.kernel[...][:, 0]) for p in parts], axis=-1).T
+        biases = [with_whole_channels(p.bias[...]) for p in parts if p.bias is not None]
         return ShortConv(weight, jnp.concatenate(biases) if biases else None)
 
     def _gates(self, x: Array) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class Layer(nnx.Module):
             mask=mask,
             precision=self.precision,
             backend=self.backend,
+            sharding=self.sharding,
             **self._gates(x),
         )
         return self._output(o, x), state
@@ -151,7 +154,7 @@ class Layer(nnx.Module):
         """
         x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
         before, past = self._state(state, x.shape[0])
-        new = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+        new = jnp.concatenate([with_whole_channels(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
         conv = self._conv()
         seen = jnp.concatenate([past.astype(new.dtype), new[:, None]], axis=1)  # [B, W, channels]
         y = jnp.einsum("bwc,cw->bc", seen.astype(jnp.float32), conv.weight.astype(jnp.float32), precision="highest")
@@ -166,6 +169,7 @@ class Layer(nnx.Module):
             qk_l2norm=True,
             precision=self.precision,
             backend=self.backend,
+            sharding=self.sharding,
             **self._gates(x),
         )
         return self._output(o.astype(new.dtype), x), MixerState(recurrent, seen[:, 1:].astype(past.dtype))
@@ -188,7 +192,7 @@ class Layer(nnx.Module):
     def _output(self, o: Array, x: Array) -> Array:
         z = self._z(x)
         o = self.o_norm(o, None if z is None else z.reshape(o.shape))
-        return self.o_proj(o.reshape(*o.shape[:-2], -1))
+        return projected(self.o_proj, o.reshape(*o.shape[:-2], -1))
 
     def _beta(self, x: Array) -> Array:
         return self.beta_scale * jax.nn.sigmoid(x.astype(jnp.float32))

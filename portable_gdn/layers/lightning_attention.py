@@ -21,6 +21,7 @@ from flax import nnx
 
 from ..api import gated_delta_rule, gated_delta_rule_step
 from ..spec.errors import bad, suggests_keywords
+from .explicit import projected
 from .inputs import as_input
 
 __all__ = ["LightningAttention", "LightningState", "slopes"]
@@ -93,6 +94,7 @@ class LightningAttention(nnx.Module):
         projection_precision: Any = None,
         precision: str | None = None,
         backend: str | None = None,
+        sharding: Any = None,
         rngs: nnx.Rngs,
     ) -> None:
         """Args:
@@ -104,7 +106,7 @@ class LightningAttention(nnx.Module):
         norm_eps: of all norms.
         qk_norm: whether q and k have norms.
         gate: activation of the output gate; "sigmoid".
-        dtype, param_dtype, norm_dtype, projection_precision, precision, backend: as in ``GatedDeltaNet``.
+        dtype, param_dtype, norm_dtype, projection_precision, precision, backend, sharding: as in ``GatedDeltaNet``.
         rngs: for the initial weights.
         """
         if gate != "sigmoid":
@@ -116,7 +118,7 @@ class LightningAttention(nnx.Module):
         self.hidden_size = hidden_size
         self.num_heads, self.head_dim, self.layer, self.layers = num_heads, head_dim, layer, layers
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
-        self.precision, self.backend = precision, backend
+        self.precision, self.backend, self.sharding = precision, backend, sharding
         linear = {"dtype": dtype, "param_dtype": param_dtype, "precision": projection_precision, "use_bias": False}
         size = num_heads * head_dim
         self.q_proj = nnx.Linear(hidden_size, size, rngs=rngs, **linear)
@@ -160,7 +162,7 @@ class LightningAttention(nnx.Module):
 
     def _output(self, o: Array, x: Array) -> Array:
         o = self.g_norm(o.reshape(*o.shape[:-2], -1)) * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
-        return self.o_proj(o.astype(x.dtype))
+        return projected(self.o_proj, o.astype(x.dtype))
 
     def __call__(
         self,
@@ -196,6 +198,7 @@ class LightningAttention(nnx.Module):
             mask=mask,
             precision=self.precision,
             backend=self.backend,
+            sharding=self.sharding,
         )
         after = LightningState(recurrent, start.position + counted.sum(axis=1)) if output_final_state else None
         return self._output(o, x), after
@@ -221,5 +224,6 @@ class LightningAttention(nnx.Module):
             state=state.recurrent,
             precision=self.precision,
             backend=self.backend,
+            sharding=self.sharding,
         )
         return self._output(o, x), LightningState(recurrent, state.position + 1)

@@ -54,6 +54,10 @@ class Backend(ABC):
     """(platform, backend): of a call that JAX traces, the compiler takes this backend for that platform and the other
     one for every other platform. ``alone`` is then the instance that leaves nothing to another."""
 
+    counts_axes: ClassVar[bool] = False
+    """Whether it may be traced inside ``jax.shard_map`` with ``check_vma=True``, which counts the axes of the mesh that
+    each value varies over (``spec/jax_tracing.py`` has what that takes). A split call gives it False otherwise."""
+
     @property
     def alone(self) -> Backend:
         """The form of this backend that leaves nothing to another one: for calls that ask for it by name."""

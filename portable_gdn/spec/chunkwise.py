@@ -6,16 +6,47 @@ transpose of the forward by hand; ``math`` names follow ``docs/algorithm.md``. S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import stages as st
-from .stages import Array, Namespace, Product
+from .stages import Algebra, Array, Decays, Namespace
 
-__all__ = ["ChunkGradients", "Saved", "backward_chunk", "forward_chunk", "stage_chunk"]
+__all__ = ["ChunkGradients", "ChunkOperands", "Saved", "backward_chunk", "forward_chunk", "stage_chunk"]
+
+#: Sums the log decays of a chunk, given the namespace, g and starts; ``stages.decay`` is one.
+Decay = Callable[..., Decays]
 
 
-Decay = Callable[..., tuple[Array, Array]]
+class ChunkOperands(NamedTuple):
+    """What one chunk of C tokens is computed from; leading dimensions are arbitrary and broadcast.
+
+    Attributes:
+        q, k: [C, K]. v: [C, V]. g: log decay [C, n].
+        b: erase gate [C, 1 or K], or None, which erases nothing. w: write gate [C, 1 or V], or None, which is 1.
+        S: the state at the chunk's start, [K, V].
+        starts: boolean [C, 1], True at the first token of a new segment, or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    b: Array | None
+    w: Array | None
+    S: Array
+    starts: Array | None = None
+
+    @property
+    def rows(self) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
+        """q, k, v, g, b and w: what has a row for each token."""
+        return self[:6]
+
+    @classmethod
+    def of(cls, rows: Iterable[Array | None], S: Array, starts: Array | None = None) -> ChunkOperands:
+        """The operands from q, k, v, g, b and w in this order, the state, and the starts of segments."""
+        q, k, v, g, b, w = rows
+        return cls(q, k, v, g, b, w, S, starts)
 
 
 class Saved(NamedTuple):
@@ -39,56 +70,37 @@ class ChunkGradients(NamedTuple):
 
 
 def forward_chunk(
-    xp: Namespace,
-    mm: Product,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
-    scale: float,
-    starts: Array | None = None,
-    decay: Decay = st.decay,
+    algebra: Algebra, x: ChunkOperands, scale: float, decay: Decay = st.decay
 ) -> tuple[Array, Array, Saved]:
     """One chunk: o [C, V], the state after it [K, V], and what the backward pass needs."""
-    G, count = decay(xp, g, starts)
-    Akk, Aqk = st.scores(xp, mm, q, k, b, G, count, scale)
-    T = None if Akk is None else st.inverse(xp, mm, Akk)
-    Vn = st.delta_direct(xp, mm, T, k, v, b, w, G, count, S)
-    o = st.output(xp, mm, q, Aqk, Vn, G, count, S, scale)
-    return o, st.state(xp, mm, k, Vn, G, count, S), Saved(T, Aqk, Vn)
+    q, k, v, g, b, w, S, starts = x
+    decays = decay(algebra.xp, g, starts)
+    Akk, Aqk = st.scores(algebra, q, k, b, decays, scale)
+    T = None if Akk is None else st.inverse(algebra, Akk)
+    Vn = st.delta_direct(algebra, T, k, v, b, w, decays, S)
+    o = st.output(algebra, q, Aqk, Vn, decays, S, scale)
+    return o, st.state(algebra, k, Vn, decays, S), Saved(T, Aqk, Vn)
 
 
 def stage_chunk(
-    xp: Namespace,
-    mm: Product,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
-    scale: float,
-    starts: Array | None = None,
-    stages: Any = st,
-    direct: bool = False,
+    algebra: Algebra, x: ChunkOperands, scale: float, stages: Any = st, direct: bool = False
 ) -> dict[str, tuple[Array | None, ...]]:
     """One chunk by all seven stages, each result under its name; ``state`` holds (S before, S after).
 
-    ``direct``: Vn straight from the state, as ``forward_chunk`` solves it; U and W are then what its solver would give.
+    Args:
+        stages: a module with the functions of ``stages``, for tests of what a fault in one of them does.
+        direct: Vn straight from the state, as ``forward_chunk`` solves it; U and W are then what its solver would give.
     """
-    G, count = stages.decay(xp, g, starts)
-    Akk, Aqk = stages.scores(xp, mm, q, k, b, G, count, scale)
-    T = None if Akk is None else stages.inverse(xp, mm, Akk)
-    U, W = stages.wy(xp, mm, T, k, v, b, w, G, count)
-    Vn = st.delta_direct(xp, mm, T, k, v, b, w, G, count, S) if direct else stages.delta(xp, mm, U, W, S)
-    o = stages.output(xp, mm, q, Aqk, Vn, G, count, S, scale)
-    after = stages.state(xp, mm, k, Vn, G, count, S)
+    q, k, v, g, b, w, S, starts = x
+    decays = stages.decay(algebra.xp, g, starts)
+    Akk, Aqk = stages.scores(algebra, q, k, b, decays, scale)
+    T = None if Akk is None else stages.inverse(algebra, Akk)
+    U, W = stages.wy(algebra, T, k, v, b, w, decays)
+    Vn = st.delta_direct(algebra, T, k, v, b, w, decays, S) if direct else stages.delta(algebra, U, W, S)
+    o = stages.output(algebra, q, Aqk, Vn, decays, S, scale)
+    after = stages.state(algebra, k, Vn, decays, S)
     return {
-        "decay": (G, count),
+        "decay": tuple(decays),
         "scores": (Akk, Aqk),
         "inverse": (T,),
         "wy": (U, W),
@@ -99,34 +111,29 @@ def stage_chunk(
 
 
 def backward_chunk(
-    xp: Namespace,
-    mm: Product,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
+    algebra: Algebra,
+    x: ChunkOperands,
     scale: float,
     saved: Saved,
     dO: Array,
     dS: Array,
-    starts: Array | None = None,
     decay: Decay = st.decay,
     stored: Callable[[Array, str], Array] = lambda x, name: x,
 ) -> ChunkGradients:
     """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V].
 
-    ``stored``: what is left of S or dS, named so, where they are read back outside of a product.
+    Args:
+        stored: what is left of S or dS, named so, where they are read back outside of a product.
     """
+    xp, mm = algebra
+    q, k, v, g, b, w, S, starts = x
     T, Aqk, Vn = saved
     channels = k.shape[-1]
     tr = lambda x: st.transpose(xp, x)  # noqa: E731
-    G, count = decay(xp, g, starts)
-    begin = st.to_channels(xp, st.from_start(xp, G, count), channels)
-    end = st.to_channels(xp, st.to_end(xp, G, count), channels)
-    kept = tr(st.to_channels(xp, st.across(xp, G, count), channels))
+    decays = decay(xp, g, starts)
+    begin = st.to_channels(xp, st.from_start(xp, decays), channels)
+    end = st.to_channels(xp, st.to_end(xp, decays), channels)
+    kept = tr(st.to_channels(xp, st.across(xp, decays), channels))
     e = None if b is None else b * k
 
     dVn = mm(tr(Aqk), dO, "Aqk", "dO") + mm(k * end, dS, "k", "dS")
@@ -147,7 +154,7 @@ def backward_chunk(
     # dg_t gathers all that decays across t: pairs i >= t > j, the state at the start read at i >= t, the state at the
     # end written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing
     # cancels: under strong decays the true dg is far smaller than q dq or k dk.
-    dq, de, dk, dg = _pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
+    dq, de, dk, dg = _pair_gradients(algebra, _Rows(q, k, e), decays, scale, dAqk, dAkk)
     groups = g.shape[-1]
     passing = kept * xp.sum(stored(S, "S") * stored(dS, "dS"), axis=-1, keepdims=True)
     through = st.over_groups(xp, tr(passing), groups)
@@ -186,24 +193,25 @@ def _before(xp: Namespace, x: Array) -> Array:
     return xp.concat([xp.zeros_like(x[..., :1, :]), total[..., :-1, :]], axis=-2)
 
 
+class _Rows(NamedTuple):
+    """The rows that meet in the scores, [C, K] each: queries, keys, and keys times the erase gate (if there is one)."""
+
+    q: Array
+    k: Array
+    e: Array | None
+
+
 def _pair_gradients(
-    xp: Namespace,
-    mm: Product,
-    q: Array,
-    k: Array,
-    e: Array | None,
-    G: Array,
-    count: Array,
-    scale: float,
-    dAqk: Array,
-    dAkk: Array | None,
+    algebra: Algebra, rows: _Rows, decays: Decays, scale: float, dAqk: Array, dAkk: Array | None
 ) -> tuple[Array, Array | None, Array, Array]:
-    """What the scores' cotangents give to q, e and k [C, K], and to the decays between their rows [C, n]."""
-    if st.by_channel(k, G):
-        return _channel_pair_gradients(xp, mm, q, k, e, G, count, scale, dAqk, dAkk)
+    """What the scores' cotangents [C, C] give to q, e and k [C, K], and to the decays between their rows [C, n]."""
+    xp, mm = algebra
+    q, k, e = rows
+    if st.by_channel(k, decays):
+        return _channel_pair_gradients(algebra, rows, decays, scale, dAqk, dAkk)
     tr = lambda x: st.transpose(xp, x)  # noqa: E731
-    D = st.pair_decay(xp, G, count)
-    groups = G.shape[-1]
+    D = st.pair_decay(xp, decays)
+    groups = decays.sum.shape[-1]
     strict = st.lower_triangle(xp, k, strict=True)
     if groups == 1:
         D = D[..., 0, :, :]
@@ -232,31 +240,24 @@ def _pair_gradients(
 
 
 def _channel_pair_gradients(
-    xp: Namespace,
-    mm: Product,
-    q: Array,
-    k: Array,
-    e: Array | None,
-    G: Array,
-    count: Array,
-    scale: float,
-    dAqk: Array,
-    dAkk: Array | None,
+    algebra: Algebra, rows: _Rows, decays: Decays, scale: float, dAqk: Array, dAkk: Array | None
 ) -> tuple[Array, Array | None, Array, Array]:
-    """The same for decays by channel, over the hierarchy of ``stages.channel_scores``."""
+    """``_pair_gradients`` for decays by channel, over the hierarchy of ``stages.channel_scores``."""
+    xp, mm = algebra
+    q, k, e = rows
     same = scale * xp.linalg.diagonal(dAqk)[..., None]
-    dq, dk, de, dg = same * k, same * q, None, xp.zeros_like(G)
-    rows = [(q, st.lower_blocks(xp, scale * dAqk), "q")]
+    dq, dk, de, dg = same * k, same * q, None, xp.zeros_like(decays.sum)
+    pairs = [(q, st.lower_blocks(xp, scale * dAqk), "q")]
     if e is not None and dAkk is not None:
-        rows.append((e, st.lower_blocks(xp, dAkk), "k"))
+        pairs.append((e, st.lower_blocks(xp, dAkk), "k"))
         de = xp.zeros_like(dq)
     size = 1
     while size < k.shape[-2]:
-        to_last, from_last = st.channel_factors(xp, G, count, size)
+        to_last, from_last = st.channel_factors(xp, decays, size)
         left = st.halves(xp, k, size)[0]
         keys = left * to_last
         to_keys, read = None, None
-        for i, (x, corners, name) in enumerate(rows):
+        for i, (x, corners, name) in enumerate(pairs):
             corner, right = corners[size.bit_length() - 1], st.halves(xp, x, size)[1]
             to_rows = mm(corner, keys, "dA", "k") * from_last
             if i == 0:

@@ -18,7 +18,7 @@ from .gates import activate_gate, gate_vjp, l2norm, l2norm_vjp, sigmoid
 from .operands import DIFFERENTIABLE, PER_TOKEN, one_token
 from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
 from .problem import Problem, Signature
-from .stages import Product, decay
+from .stages import Algebra, Decays, Product, decay
 
 __all__ = [
     "FLOAT64", "AnotherOrder", "Evaluation", "PowersOf2", "chunk_by_chunk", "decay_base2", "evaluate",
@@ -324,10 +324,10 @@ class _Float64:
 FLOAT64: Any = _Float64()
 
 
-def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> Decays:
     """``stages.decay``, its finished sums in base 2."""
     G, count = decay(xp, g, starts)
-    return G * G.dtype.type(1 / np.log(2)), count
+    return Decays(G * G.dtype.type(1 / np.log(2)), count)
 
 
 class AnotherOrder:
@@ -345,7 +345,7 @@ class AnotherOrder:
         return getattr(xp, name)
 
     def sum(self, x: np.ndarray, axis: int, keepdims: bool = False) -> np.ndarray:
-        """Like that of the array API, along one axis."""
+        """The sum of the array API, along one axis."""
         return np.sum(np.take(x, self._rng.permutation(x.shape[axis]), axis), axis=axis, keepdims=keepdims)
 
     def product(self, a: np.ndarray, b: np.ndarray, name_a: str, name_b: str) -> np.ndarray:
@@ -353,13 +353,13 @@ class AnotherOrder:
         order = self._rng.permutation(a.shape[-1])
         return a[..., order] @ b[..., order, :]
 
-    def decay(self, xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def decay(self, xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> Decays:
         """``stages.decay`` of a chunk that has gates of 0 on both sides."""
         C = g.shape[-2]
         before = int(self._rng.integers(C))
         sides = [(0, 0)] * (g.ndim - 2) + [(before, C - before), (0, 0)]
         G, count = self._sums(xp, np.pad(g, sides))
-        return G[..., before : before + C, :], count[..., before : before + C, :]
+        return Decays(G[..., before : before + C, :], count[..., before : before + C, :])
 
     def first_chunk(self, size: int, T: int) -> int:
         """Tokens of the first chunk of T."""
@@ -389,12 +389,14 @@ def chunk_by_chunk(
     namespace, sums = (PowersOf2(), decay_base2) if base2 else (xp, decay)
     if order is not None:
         namespace, product, sums = order, order.product, order.decay
+    algebra = Algebra(namespace, product)
+
+    def operands(part: Core, S: np.ndarray) -> chunkwise.ChunkOperands:
+        return chunkwise.ChunkOperands(*part[:6], S)
 
     def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
         def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:
-            return chunkwise.backward_chunk(
-                namespace, product, *part[:6], S, scale, saved, dO, dS, decay=sums, stored=stored
-            )
+            return chunkwise.backward_chunk(algebra, operands(part, S), scale, saved, dO, dS, sums, stored)
 
         T = x.q.shape[2]
         S, o, kept = x.S, [], []
@@ -404,11 +406,10 @@ def chunk_by_chunk(
             for a, b in cuts:
                 part = _chunk(x, a, b)
                 if fused and stages is None:
-                    out, after, saved = chunkwise.forward_chunk(namespace, product, *part[:6], S, scale, decay=sums)
+                    out, after, saved = chunkwise.forward_chunk(algebra, operands(part, S), scale, sums)
                 else:
-                    named = chunkwise.stage_chunk(
-                        xp, product, *part[:6], S, scale, **({} if stages is None else {"stages": stages})
-                    )
+                    given = {} if stages is None else {"stages": stages}
+                    named = chunkwise.stage_chunk(Algebra(xp, product), operands(part, S), scale, **given)
                     (out,), (_, after) = named["output"], named["state"]
                     saved = chunkwise.Saved(named["inverse"][0], named["scores"][1], named["delta"][0])
                 kept.append((part, S, saved))

@@ -10,41 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .chunkwise import stage_chunk
+from .chunkwise import ChunkOperands, stage_chunk
 from .problem import Signature
 from .prologue import Prepared, prepare
-from .stages import STAGES, Array, Namespace, Product
+from .stages import STAGES, Algebra, Array
 
 __all__ = ["probe", "probe_prepared"]
 
 Probed = dict[str, tuple[Any, ...]]
+#: Computes one chunk's stages, as ``stage_chunk`` does.
+Chunk = Callable[[ChunkOperands], Probed]
 
 
 def probe(
-    xp: Namespace,
-    mm: Product,
-    s: Signature,
-    operands: Mapping[str, Array],
-    size: int,
-    chunk: Callable[..., Any] | None = None,
+    algebra: Algebra, s: Signature, operands: Mapping[str, Array], size: int, chunk: Chunk | None = None
 ) -> Probed:
     """The stages of a call without packed sequences, in chunks of ``size`` tokens (a power of two)."""
-    return probe_prepared(xp, mm, s, prepare(xp, s, operands), size, chunk)
+    return probe_prepared(algebra, s, prepare(algebra.xp, s, operands), size, chunk)
 
 
-def probe_prepared(
-    xp: Namespace, mm: Product, s: Signature, p: Prepared, size: int, chunk: Callable[..., Any] | None = None
-) -> Probed:
-    """The same from operands of the bare rule.
+def probe_prepared(algebra: Algebra, s: Signature, p: Prepared, size: int, chunk: Chunk | None = None) -> Probed:
+    """The stages from operands of the bare rule, in chunks of ``size`` tokens (a power of two).
 
     Args:
-        chunk: computes one chunk, (q, k, v, g, b, w, S, starts), as ``stage_chunk`` does, which is the default.
+        chunk: computes one chunk; ``stage_chunk`` by default.
     """
+    xp = algebra.xp
     if chunk is None:
 
-        def chunk(*rows: Array) -> dict[str, tuple[Any, ...]]:
-            *x, starts = rows
-            return stage_chunk(xp, mm, *x, s.scale, starts)
+        def chunk(x: ChunkOperands) -> Probed:
+            return stage_chunk(algebra, x, s.scale)
 
     B, T, H, R = s.B, s.T, s.H, s.HV // s.H
 
@@ -79,7 +74,7 @@ def probe_prepared(
                 filling = xp.zeros_like(xp.broadcast_to(cut[:, :1], (B, size - cut.shape[1], 1, 1)))
                 cut = xp.concat([cut, filling], axis=1)
             begin = xp.reshape(cut, (B, 1, 1, size, 1))
-        stages = chunk(*part, S, begin)
+        stages = chunk(ChunkOperands.of(part, S, begin))
         S = stages["state"][1]
         found.append({name: tuple(whole(a) for a in parts) for name, parts in stages.items()})
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .chunkwise import ChunkOperands
 from .stages import RESET, Array, Namespace, to_channels
 
 __all__ = ["one_token", "weighted_sum"]
@@ -16,22 +17,18 @@ def weighted_sum(xp: Namespace, rows: Array, S: Array) -> Array:
 
 def one_token(
     xp: Namespace,
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    b: Array | None,
-    w: Array | None,
-    S: Array,
+    x: ChunkOperands,
     scale: float,
     contract: Callable[[Namespace, Array, Array], Array] = weighted_sum,
 ) -> tuple[Array, Array]:
     """o [..., V] and the new state [..., K, V].
 
     Args:
-        q, k [..., K]; v [..., V]; g [..., n]; b [..., 1 or K] or None; w [..., 1 or V] or None; S [..., K, V].
+        x: q, k [..., K]; v [..., V]; g [..., n]; b [..., 1 or K] or None; w [..., 1 or V] or None; S [..., K, V], of
+            one token, without the chunk's dimension; no ``starts``.
         contract: S^T row; another must not round its operands either.
     """
+    q, k, v, g, b, w, S, _ = x
     decay = xp.exp(to_channels(xp, xp.where(g < RESET, -xp.inf, g), k.shape[-1]))
     S = decay[..., None] * S
     written = v if w is None else w * v

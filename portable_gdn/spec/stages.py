@@ -1,8 +1,9 @@
 """The seven stages of the chunkwise rule, each a function of one chunk.
 
-Every function takes its array namespace ``xp`` (array API, as array-api-compat or ``jax.numpy`` provide it) and
-its matrix product ``mm(a, b, name_a, name_b)``; the names say which operand is which, so that a product may round
-them differently (``precision.py``). Leading dimensions are arbitrary and broadcast: heads, groups, batch.
+Every function takes an ``Algebra``: the array namespace ``xp`` (array API, as array-api-compat or ``jax.numpy`` provide
+it) and, where it multiplies, the matrix product ``mm(a, b, name_a, name_b)``; the names say which operand is which, so
+that a product may round them differently (``precision.py``). Leading dimensions are arbitrary and broadcast: heads,
+groups, batch.
 
 Shapes below leave them out. C tokens in a chunk (a power of two), K key channels, V value channels,
 n decay groups (1: one decay a head, K: one a channel).
@@ -16,11 +17,13 @@ exponent <= 0 for any gate.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "RESET",
     "STAGES",
+    "Algebra",
+    "Decays",
     "Product",
     "decay",
     "delta",
@@ -48,6 +51,25 @@ class Product(Protocol):
     def __call__(self, a: Array, b: Array, name_a: str, name_b: str) -> Array: ...
 
 
+class Algebra(NamedTuple):
+    """What a stage computes with: the array namespace, and the product of matrices."""
+
+    xp: Namespace
+    mm: Product
+
+
+class Decays(NamedTuple):
+    """The decays of one chunk, as the stage ``decay`` sums them.
+
+    Attributes:
+        sum: G [C, n], the log decay since the chunk's start or the last reset, inclusive.
+        resets: [C, n], how many resets there were so far, inclusive, as floats.
+    """
+
+    sum: Array
+    resets: Array
+
+
 def transpose(xp: Namespace, x: Array) -> Array:
     """Swap the last two dimensions."""
     return xp.matrix_transpose(x)
@@ -68,7 +90,7 @@ def device_of(x: Array) -> dict[str, Any]:
 # decay -----------------------------------------------------------------------------------------------------------
 
 
-def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, Array]:
+def decay(xp: Namespace, g: Array, starts: Array | None = None) -> Decays:
     """Cumulative decay since the chunk's start or the last reset in it, and the number of resets so far.
 
     Args:
@@ -76,7 +98,7 @@ def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, 
         starts: boolean [C, 1], True at the first token of a new segment; those are resets too.
 
     Returns:
-        G [C, n], sum of the gates since the last reset, inclusive; count [C, n] of resets, as floats. No sum runs
+        The sums and the number of resets. No sum runs
         across a reset, so that what follows does not depend on what came before by so much as a rounding. And a gate
         that is exactly 0 leaves the sum as it was, to the bit: behind strong gates the sum is large, and what lies
         between a token and the filling (or masked tokens) behind it would otherwise decay by the sum's rounding.
@@ -92,23 +114,24 @@ def decay(xp: Namespace, g: Array, starts: Array | None = None) -> tuple[Array, 
         right = right + xp.where(right_count == left_count[..., -1:, :], last, xp.zeros_like(last))
         G = xp.reshape(xp.stack([left, right], axis=-3), g.shape)
         size *= 2
-    return G, count
+    return Decays(G, count)
 
 
-def from_start(xp: Namespace, G: Array, count: Array) -> Array:
+def from_start(xp: Namespace, decays: Decays) -> Array:
     """exp(G) where no reset lies between the chunk's start and the row, else 0. [C, n]"""
-    return xp.exp(xp.where(count == 0, G, -xp.inf))
+    return xp.exp(xp.where(decays.resets == 0, decays.sum, -xp.inf))
 
 
-def to_end(xp: Namespace, G: Array, count: Array) -> Array:
+def to_end(xp: Namespace, decays: Decays) -> Array:
     """exp(G_C - G) where no reset lies between the row and the chunk's end, else 0. [C, n]"""
+    G, count = decays
     last, last_count = G[..., -1:, :], count[..., -1:, :]
     return xp.exp(xp.where(count == last_count, last - G, -xp.inf))
 
 
-def across(xp: Namespace, G: Array, count: Array) -> Array:
+def across(xp: Namespace, decays: Decays) -> Array:
     """exp(G_C), what the chunk leaves of the state that enters it; 0 after a reset. [1, n]"""
-    return from_start(xp, G[..., -1:, :], count[..., -1:, :])
+    return from_start(xp, Decays(*(a[..., -1:, :] for a in decays)))
 
 
 def to_channels(xp: Namespace, x: Array, channels: int) -> Array:
@@ -140,23 +163,23 @@ def join_groups(xp: Namespace, x: Array) -> Array:
     return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
 
-def pair_decay(xp: Namespace, G: Array, count: Array) -> Array:
+def pair_decay(xp: Namespace, decays: Decays) -> Array:
     """D[i, j] = exp(G_i - G_j) for i >= j with no reset between them, else 0. [n, C, C]"""
-    G, count = transpose(xp, G), transpose(xp, count)
+    G, count = (transpose(xp, a) for a in decays)
     keep = (count[..., :, None] == count[..., None, :]) & lower_triangle(xp, G[..., None], strict=False)
     return xp.exp(xp.where(keep, G[..., :, None] - G[..., None, :], -xp.inf))
 
 
-def by_channel(k: Array, G: Array) -> bool:
+def by_channel(k: Array, decays: Decays) -> bool:
     """Whether the decay is given channel by channel, so that it cannot leave the contraction."""
-    return 1 < G.shape[-1] == k.shape[-1]
+    return 1 < decays.sum.shape[-1] == k.shape[-1]
 
 
 # scores ----------------------------------------------------------------------------------------------------------
 
 
 def scores(
-    xp: Namespace, mm: Product, q: Array, k: Array, b: Array | None, G: Array, count: Array, scale: float
+    algebra: Algebra, q: Array, k: Array, b: Array | None, decays: Decays, scale: float
 ) -> tuple[Array | None, Array]:
     """Decayed scores of the keys against themselves and of the queries against the keys.
 
@@ -164,28 +187,27 @@ def scores(
 
     Args:
         q, k: [C, K].  b: erase gate [C, 1] or [C, K], or None (erases nothing; Akk is then None).
-        G, count: as ``decay`` returns them.
 
     Returns:
         Akk [C, C] or None, Aqk [C, C].
     """
-    if by_channel(k, G):
+    xp, mm = algebra
+    if by_channel(k, decays):
         rows = [q] if b is None else [q, b * k]
-        pairs = channel_scores(xp, mm, rows, ["q", "k"], k, G, count)
+        pairs = channel_scores(algebra, rows, ["q", "k"], k, decays)
         same = scale * xp.sum(q * k, axis=-1)[..., None]
         index = xp.arange(k.shape[-2], **device_of(k))
         Aqk = xp.where(index[:, None] == index[None, :], same, scale * pairs[0])
         return (None if b is None else pairs[1]), Aqk
-    D = pair_decay(xp, G, count)
+    D, groups = pair_decay(xp, decays), decays.sum.shape[-1]
     kT = transpose(xp, k)
-    if G.shape[-1] == 1:
+    if groups == 1:
         D = D[..., 0, :, :]
         Aqk = scale * mm(q, kT, "q", "k") * D
         if b is None:
             return None, Aqk
         Akk = b * mm(k, kT, "k", "k") if b.shape[-1] == 1 else mm(b * k, kT, "k", "k")
         return xp.where(lower_triangle(xp, k, strict=True), Akk * D, 0.0), Aqk
-    groups = G.shape[-1]
     kT = transpose(xp, split_groups(xp, k, groups))
     Aqk = scale * xp.sum(D * mm(split_groups(xp, q, groups), kT, "q", "k"), axis=-3)
     if b is None:
@@ -200,13 +222,13 @@ def halves(xp: Namespace, x: Array, size: int) -> tuple[Array, Array]:
     return x[..., 0, :, :], x[..., 1, :, :]
 
 
-def channel_factors(xp: Namespace, G: Array, count: Array, size: int) -> tuple[Array, Array]:
+def channel_factors(xp: Namespace, decays: Decays, size: int) -> tuple[Array, Array]:
     """exp of the decay from each row of a left block to that block's last row, and from there to each row of the right.
 
     With that reference no exponent is positive, whatever the gates, and none depends on a later token than its query.
     """
-    left, right = halves(xp, G, size)
-    left_count, right_count = halves(xp, count, size)
+    left, right = halves(xp, decays.sum, size)
+    left_count, right_count = halves(xp, decays.resets, size)
     last, last_count = left[..., -1:, :], left_count[..., -1:, :]
     return (
         xp.exp(xp.where(left_count == last_count, last - left, -xp.inf)),
@@ -214,17 +236,16 @@ def channel_factors(xp: Namespace, G: Array, count: Array, size: int) -> tuple[A
     )
 
 
-def channel_scores(
-    xp: Namespace, mm: Product, rows: list[Array], names: list[str], k: Array, G: Array, count: Array
-) -> list[Array]:
+def channel_scores(algebra: Algebra, rows: list[Array], names: list[str], k: Array, decays: Decays) -> list[Array]:
     """For each x of rows: sum_d x_i k_j exp(G_i - G_j) for i > j, the decay given by channel. [C, C] each.
 
     Pairs of blocks of 1, 2, 4, ... rows: at every size the right block's rows meet the left block's keys.
     """
-    blocks = [xp.zeros_like(x[..., :, None, :1]) * xp.zeros_like(G[..., :, None, :1]) for x in rows]
+    xp, mm = algebra
+    blocks = [xp.zeros_like(x[..., :, None, :1]) * xp.zeros_like(decays.sum[..., :, None, :1]) for x in rows]
     size = 1
     while size < k.shape[-2]:
-        to_last, from_last = channel_factors(xp, G, count, size)
+        to_last, from_last = channel_factors(xp, decays, size)
         keys = transpose(xp, halves(xp, k, size)[0] * to_last)
         for i, x in enumerate(rows):
             corner = mm(halves(xp, x, size)[1] * from_last, keys, names[i], "k")
@@ -257,12 +278,13 @@ def lower_blocks(xp: Namespace, A: Array) -> list[Array]:
 # inverse, wy, state, delta, output -----------------------------------------------------------------------------------
 
 
-def inverse(xp: Namespace, mm: Product, Akk: Array) -> Array:
+def inverse(algebra: Algebra, Akk: Array) -> Array:
     """T = (I + Akk)^-1 for a strictly lower triangular Akk [C, C], by a ladder of block sizes 1, 2, 4, ... .
 
     [[L, 0], [A, R]]^-1 = [[L^-1, 0], [-R^-1 A L^-1, R^-1]]. Powers of Akk never appear: with repeated keys they
     overflow long before they cancel.
     """
+    xp, mm = algebra
     blocks = xp.ones_like(Akk[..., :, None, :1])
     for corner in lower_blocks(xp, Akk):
         if corner.shape[-1] == 1:
@@ -275,46 +297,31 @@ def inverse(xp: Namespace, mm: Product, Akk: Array) -> Array:
 
 
 def wy(
-    xp: Namespace,
-    mm: Product,
-    T: Array | None,
-    k: Array,
-    v: Array,
-    b: Array | None,
-    w: Array | None,
-    G: Array,
-    count: Array,
+    algebra: Algebra, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None, decays: Decays
 ) -> tuple[Array, Array | None]:
     """U = T (w * v) [C, V] and W = T (b * k * exp G) [C, K]; without an erase gate U = w * v and W is None."""
+    xp, mm = algebra
     written = v if w is None else w * v
     if b is None or T is None:
         return written, None
-    erased = b * k * to_channels(xp, from_start(xp, G, count), k.shape[-1])
+    erased = b * k * to_channels(xp, from_start(xp, decays), k.shape[-1])
     return mm(T, written, "T", "R"), mm(T, erased, "T", "R")
 
 
-def delta(xp: Namespace, mm: Product, U: Array, W: Array | None, S: Array) -> Array:
+def delta(algebra: Algebra, U: Array, W: Array | None, S: Array) -> Array:
     """What the chunk really writes: Vn = U - W S, with S [K, V] the state at its start. [C, V]"""
-    return U if W is None else U - mm(W, S, "W", "S")
+    return U if W is None else U - algebra.mm(W, S, "W", "S")
 
 
 def delta_direct(
-    xp: Namespace,
-    mm: Product,
-    T: Array | None,
-    k: Array,
-    v: Array,
-    b: Array | None,
-    w: Array | None,
-    G: Array,
-    count: Array,
-    S: Array,
+    algebra: Algebra, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None, decays: Decays, S: Array
 ) -> Array:
-    """The same Vn = T (w * v - (b * k * exp G) S) with a product fewer, for whoever has S at hand."""
+    """Vn = T (w * v - (b * k * exp G) S) [C, V], which is ``delta`` with a product fewer, where S is at hand."""
+    xp, mm = algebra
     written = v if w is None else w * v
     if b is None or T is None:
         return written
-    factor = from_start(xp, G, count)
+    factor = from_start(xp, decays)
     if factor.shape[-1] == 1 and b.shape[-1] == 1:
         held = (b * factor) * mm(k, S, "k", "S")
     else:
@@ -322,19 +329,19 @@ def delta_direct(
     return mm(T, written - held, "T", "R")
 
 
-def output(
-    xp: Namespace, mm: Product, q: Array, Aqk: Array, Vn: Array, G: Array, count: Array, S: Array, scale: float
-) -> Array:
+def output(algebra: Algebra, q: Array, Aqk: Array, Vn: Array, decays: Decays, S: Array, scale: float) -> Array:
     """o = scale (q * exp G) S + Aqk Vn. [C, V]"""
-    factor = from_start(xp, G, count)
+    xp, mm = algebra
+    factor = from_start(xp, decays)
     if factor.shape[-1] == 1:
         return (scale * factor) * mm(q, S, "q", "S") + mm(Aqk, Vn, "Aqk", "Vn")
     return mm(scale * q * to_channels(xp, factor, q.shape[-1]), S, "q", "S") + mm(Aqk, Vn, "Aqk", "Vn")
 
 
-def state(xp: Namespace, mm: Product, k: Array, Vn: Array, G: Array, count: Array, S: Array) -> Array:
+def state(algebra: Algebra, k: Array, Vn: Array, decays: Decays, S: Array) -> Array:
     """The state after the chunk: diag(exp G_C) S + (k * exp(G_C - G))^T Vn. [K, V]"""
+    xp, mm = algebra
     channels = k.shape[-1]
-    keys = k * to_channels(xp, to_end(xp, G, count), channels)
-    kept = transpose(xp, to_channels(xp, across(xp, G, count), channels))
+    keys = k * to_channels(xp, to_end(xp, decays), channels)
+    kept = transpose(xp, to_channels(xp, across(xp, decays), channels))
     return kept * S + mm(transpose(xp, keys), Vn, "k", "Vn")

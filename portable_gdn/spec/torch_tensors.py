@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from .problem import Problem, Result
 
 __all__ = [
     "boundaries_as_tensor",
+    "float32_products",
     "from_numpy",
     "gradients",
     "on_host",
     "register_gradient",
+    "set_back",
     "to_numpy",
-    "without_autocast",
 ]
 
 Tensor = Any
@@ -49,17 +51,80 @@ def to_numpy(array: Tensor) -> np.ndarray:
     return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A block whose products are not rounded by the caller's ``torch.autocast``.
+@contextmanager
+def float32_products(device_type: str) -> Iterator[None]:
+    """A block whose products of float32 tensors are IEEE's, whatever the caller has set for a model.
+
+    Neither ``torch.autocast`` nor TF32 or bfloat16 for float32 (``torch.set_float32_matmul_precision``, the backends'
+    ``fp32_precision``) rounds operands in it. In a program that torch.compile is tracing, only autocast is turned off.
 
     Args:
         device_type: where the block computes; one that autocast does not know ("meta") has nothing to turn off.
     """
     import torch
 
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        _switches.enter()
+    try:
+        if torch.amp.is_autocast_available(device_type):
+            with torch.autocast(device_type, enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        if not compiling:
+            _switches.leave()
+
+
+class _Switches:
+    """torch's switches of products are the whole process's: the first thread in turns them, the last one out back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.before: list[tuple[Any, str]] = []
+
+    def enter(self) -> None:
+        import torch
+
+        with self.lock:
+            self.inside += 1
+            if self.inside > 1:
+                return
+            matmul = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+            if not all(hasattr(switch, "fp32_precision") for switch in matmul):  # before torch 2.9
+                self.before = [(None, torch.get_float32_matmul_precision())]
+                torch.set_float32_matmul_precision("highest")
+                return
+            loose = [(switch, switch.fp32_precision) for switch in matmul]
+            self.before = [(switch, value) for switch, value in loose if value not in ("none", "ieee")]
+            for switch, _ in self.before:
+                switch.fp32_precision = "ieee"
+
+    def leave(self) -> None:
+        import torch
+
+        with self.lock:
+            self.inside -= 1
+            if self.inside:
+                return
+            for switch, value in self.before:
+                if switch is None:
+                    torch.set_float32_matmul_precision(value)
+                else:
+                    set_back(switch, value)
+            self.before = []
+
+
+def set_back(switch: Any, value: str) -> None:
+    """Give a switch of torch's the ``fp32_precision`` that was read from it, which may be what a wider one says."""
+    switch.fp32_precision = "none"
+    if switch.fp32_precision != value:
+        switch.fp32_precision = value
+
+
+_switches = _Switches()
 
 
 def on_host(x: Any) -> np.ndarray:

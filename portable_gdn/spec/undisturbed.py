@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .torch_tensors import set_back
+
 __all__ = ["undisturbed"]
 
 
@@ -63,7 +65,7 @@ def _products(stack: ExitStack, torch: Any) -> None:
         torch.set_float32_matmul_precision("highest")
         return
     for switch in switches:
-        stack.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
+        stack.callback(set_back, switch, switch.fp32_precision)
         switch.fp32_precision = "ieee"
 
 

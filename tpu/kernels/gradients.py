@@ -70,7 +70,7 @@ def chunk_gradients(
     qk, kk = mm.right_transposed(q, k, "q", "k"), mm.right_transposed(k, k, "k", "k")
     T = stages.inverse(mm, jnp.where(strict, b * kk * D, 0.0))
     Vn = stages.delta(mm, T, k, v, b, b, G, count, S)
-    begin, end, kept = (f(jnp, G, count) for f in (spec.from_start, spec.to_end, spec.across))
+    begin, end, kept = (f(jnp, spec.Decays(G, count)) for f in (spec.from_start, spec.to_end, spec.across))
 
     dVn = mm.left_transposed(scale * qk * D, dO, "Aqk", "dO") + end * mm(k, dS, "k", "dS")
     X = mm.left_transposed(T, dVn, "T", "dVn")

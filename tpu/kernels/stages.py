@@ -147,7 +147,7 @@ def wy(
     count: Array,
 ) -> tuple[Array, Array | None]:
     """U [.., C, V] and W [.., C, K], which the kernel never forms: its own T applied to their right sides."""
-    return spec.wy(jnp, mm, T, k, v, b, w, *_wide(k, G, count))
+    return spec.wy(spec.Algebra(jnp, mm), T, k, v, b, w, _wide(k, G, count))
 
 
 def delta(
@@ -162,12 +162,12 @@ def delta(
     S: Array,
 ) -> Array:
     """Vn = T (w * v - (b * k * exp G) S) [.., C, V], with S [.., K, V] the state at the chunk's start."""
-    return spec.delta_direct(jnp, mm, T, k, v, b, w, *_wide(k, G, count), S)
+    return spec.delta_direct(spec.Algebra(jnp, mm), T, k, v, b, w, _wide(k, G, count), S)
 
 
 def output(mm: KernelProduct, q: Array, Aqk: Array, Vn: Array, G: Array, count: Array, S: Array, scale: float) -> Array:
     """o = scale (q * exp G) S + Aqk Vn [.., C, V]."""
-    return spec.output(jnp, mm, q, Aqk, Vn, *_wide(q, G, count), S, scale)
+    return spec.output(spec.Algebra(jnp, mm), q, Aqk, Vn, _wide(q, G, count), S, scale)
 
 
 def state(mm: KernelProduct, k: Array, Vn: Array, G: Array, count: Array, S: Array) -> Array:
@@ -175,16 +175,16 @@ def state(mm: KernelProduct, k: Array, Vn: Array, G: Array, count: Array, S: Arr
 
     With one decay a head Vn is scaled instead of k, which then enters as exact as it came.
     """
-    G, count = _wide(k, G, count)
-    kept, to_end = spec.across(jnp, G, count), spec.to_end(jnp, G, count)
-    if G.shape[-1] == 1:
+    decays = _wide(k, G, count)
+    kept, to_end = spec.across(jnp, decays), spec.to_end(jnp, decays)
+    if decays.sum.shape[-1] == 1:
         return kept * S + mm.left_transposed(k, to_end * Vn, "k", "Vn")
     return down_rows(kept) * S + mm.left_transposed(to_end * k, Vn, "k", "Vn")
 
 
-def _wide(k: Array, G: Array, count: Array) -> tuple[Array, Array]:
+def _wide(k: Array, G: Array, count: Array) -> spec.Decays:
     """Decays of groups for every channel of k."""
-    return channels_of.wide(G, k.shape[-1]), channels_of.wide(count, k.shape[-1])
+    return spec.Decays(channels_of.wide(G, k.shape[-1]), channels_of.wide(count, k.shape[-1]))
 
 
 def down_rows(x: Array) -> Array:

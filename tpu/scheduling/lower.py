@@ -99,7 +99,7 @@ def _of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
 
 
 def _named(traced: Any, grids: dict[str, Any] | None = None) -> Any:
-    """The same program, in which Pallas calls that were given no name have that of their kernel's function.
+    """A traced program, in which Pallas calls that were given no name have that of their kernel's function.
 
     The compiler would call them all after the function around them. Where each has a name, it is the program itself.
     ``grids``: the first of each name; a kernel with another one has that in its name too.

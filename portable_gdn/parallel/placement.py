@@ -1,0 +1,224 @@
+"""Which axes of which mesh split a call: as the caller says, or as its arrays say themselves."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..spec.errors import GdnError, bad, did_you_mean
+from ..spec.operands import OPERANDS
+from ..spec.problem import Signature
+from .sharding import ROLES, Sharding
+
+__all__ = ["Split", "role_of", "signature_of_a_shard", "split_of"]
+
+Array = Any
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a call is split: over which mesh, and what its axes split.
+
+    Attributes:
+        mesh: a ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        batch, heads, sequence: names of axes of more than one device, the outermost first.
+        manual: the axes that the call's own ``shard_map`` takes: all but those of one around it.
+    """
+
+    mesh: Any
+    batch: Axes
+    heads: Axes
+    sequence: Axes
+    manual: frozenset[str]
+
+    def parts(self, role: str) -> int:
+        """Into how many parts it splits "batch", "heads" or "sequence"."""
+        return math.prod(self.mesh.shape[name] for name in getattr(self, role))
+
+    def splits_keys(self, s: Signature) -> bool:
+        """Whether the key heads are split as the value heads are; else each device takes what it needs of them."""
+        return s.H % self.parts("heads") == 0
+
+
+def role_of(s: Signature, name: str, ndim: int) -> tuple[str | None, ...]:
+    """What may split each axis of an operand: "batch", "heads", "sequence", or None for nothing."""
+    axes = [axis for axis in OPERANDS[name].axes if not (s.step and axis == "T")]
+    rows = None if s.packed else "batch"
+    roles = {"B": "batch", "N": rows, "H": "heads", "HV": "heads", "HV * n": "heads", "T": "sequence"}
+    found = [roles.get(axis) for axis in axes[:ndim]]
+    return (*found, *[None] * (ndim - len(found)))
+
+
+def split_of(s: Signature, operands: Mapping[str, Array], sharding: Sharding | None) -> Split | None:
+    """How the call is split, or None for one that no mesh is known for.
+
+    Args:
+        s: the whole call.
+        operands: its arrays.
+        sharding: what the caller says; None reads it from the arrays: those of a mesh with explicit axes, and arrays
+            that are no values of a trace.
+
+    Raises:
+        GdnError: the sharding cannot be.
+    """
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise bad("sharding", f"a {type(sharding).__name__}", "be None or a portable_gdn.Sharding")
+    if s.library != "jax":
+        if sharding is not None:
+            raise bad("sharding", f"given with {s.library} arrays", "come with JAX arrays, which a mesh can hold")
+        return None
+    found = _of_arrays(s, operands) if sharding is None else _as_asked(s, operands, sharding)
+    if found is None or found.mesh.size == 1 or s.B * s.T == 0:
+        return None
+    _check(s, found)
+    return found
+
+
+def _as_asked(s: Signature, operands: Mapping[str, Array], sharding: Sharding) -> Split:
+    mesh = sharding.mesh
+    if mesh is None:
+        mesh = _current() or next((m for _, m, _ in _shardings(s, operands)), None)
+        if mesh is None:
+            raise bad("sharding.mesh", "None, and no mesh is current", "be a mesh, or be set by jax.set_mesh")
+    if not hasattr(mesh, "axis_names"):
+        raise bad("sharding.mesh", f"a {type(mesh).__name__}", "be a jax.sharding.Mesh")
+    _check_devices(s, operands, mesh)
+    taken = frozenset(getattr(mesh, "manual_axes", ()))
+    axes = {}
+    for role in ROLES:
+        for name in sharding.axes(role):
+            if name not in mesh.axis_names:
+                known = ", ".join(map(repr, mesh.axis_names))
+                hint = did_you_mean(name, mesh.axis_names)
+                raise bad(f"sharding.{role}", repr(name), f"name axes of the mesh, which has {known}{hint}")
+            if name in taken:
+                raise bad(
+                    f"sharding.{role}",
+                    repr(name),
+                    "leave out the axes of the jax.shard_map around the call, whose arrays are shards already",
+                )
+        axes[role] = tuple(name for name in sharding.axes(role) if mesh.shape[name] > 1)
+    if s.step:
+        axes["sequence"] = ()  # of one token
+    return Split(mesh, **axes, manual=frozenset(mesh.axis_names) - taken)
+
+
+def _current() -> Any:
+    """The mesh that jax.set_mesh set, or None."""
+    mesh = sys.modules["jax"].sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _check_devices(s: Signature, operands: Mapping[str, Array], mesh: Any) -> None:
+    """Refuse arrays that are bound to devices outside of the mesh."""
+    devices = getattr(mesh, "devices", None)
+    if s.traced or devices is None:
+        return
+    there = set(devices.flat)
+    for name, x in operands.items():
+        if getattr(x, "committed", False) and x.devices() != there:
+            kinds = sorted({device.platform for device in there})
+            where = ", ".join(sorted(map(str, x.devices()))[:8])
+            raise bad(name, f"on {where}", f"be on the {len(there)} {' and '.join(kinds)} devices of sharding.mesh")
+
+
+def _shardings(s: Signature, operands: Mapping[str, Array]) -> Iterator[tuple[str, Any, tuple[Axes, ...]]]:
+    """Name, mesh and axes by dimension of each operand that says how it is sharded over more than one device."""
+    jax = sys.modules["jax"]
+    explicit = jax.sharding.AxisType.Explicit
+    for name, x in operands.items():
+        if not isinstance(x, jax.Array):
+            continue
+        where = jax.typeof(x).sharding if s.traced else x.sharding
+        if not isinstance(where, jax.sharding.NamedSharding) or where.mesh.size == 1:
+            continue
+        if s.traced and explicit not in where.mesh.axis_types:
+            continue
+        spec = (*where.spec, *[None] * (x.ndim - len(where.spec)))
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+        axes = tuple(tuple(n for n in e if isinstance(n, str) and where.mesh.shape[n] > 1) for e in entries)
+        yield name, where.mesh, axes
+
+
+def _of_arrays(s: Signature, operands: Mapping[str, Array]) -> Split | None:
+    """The split that arrays ask for by lying so; the first that splits something decides."""
+    every = list(_shardings(s, operands))
+    if not every:
+        return None
+    mesh = next((m for _, m, axes in every if any(axes)), every[0][1])
+    strict = sys.modules["jax"].sharding.AxisType.Explicit in mesh.axis_types
+    chosen: dict[str, Axes] = dict.fromkeys(ROLES, ())
+    source: dict[str, str] = {}
+    for name, own, axes in every:
+        if own != mesh:
+            continue
+        for role, found in zip(role_of(s, name, len(axes)), axes, strict=True):
+            if not found or name.startswith("conv_"):  # small, and placed anew
+                continue
+            if role in (None, "sequence"):
+                if strict:
+                    raise GdnError(_not_by_itself(name, role, found))
+                continue  # gathered, as by XLA itself
+            used = {n for other, taken in chosen.items() if other != role for n in taken}
+            if (chosen[role] and chosen[role] != found) or used & set(found):
+                if strict:
+                    there = ", ".join(f"{source[r]}'s {r} over {chosen[r]}" for r in source)
+                    raise GdnError(f"{name} is sharded over {found} along its {role}, and {there}; they must agree.")
+                continue
+            chosen[role], source[role] = found, name
+    taken = frozenset(getattr(mesh, "manual_axes", ()))
+    return Split(mesh, **chosen, manual=frozenset(mesh.axis_names) - taken)
+
+
+def _not_by_itself(name: str, role: str | None, axes: Axes) -> str:
+    over = ", ".join(map(repr, axes))
+    if role == "sequence":
+        return (
+            f"{name} is sharded over its tokens by {over}; give sharding=portable_gdn.Sharding(sequence=...) for "
+            "context parallelism, or it must be resharded (jax.sharding.reshard)."
+        )
+    if name == "qkv":
+        return (
+            f"qkv is sharded over q | k | v by {over}; it must be given as three arrays, each of which splits by heads."
+        )
+    return (
+        f"{name} is sharded by {over} along an axis that cannot be split; it must be resharded (jax.sharding.reshard)."
+    )
+
+
+def _check(s: Signature, split: Split) -> None:
+    if split.batch and s.packed:
+        raise bad("sharding.batch", repr(split.batch), "be None where cu_seqlens is given: its sequences share one row")
+    for role, size, what in (("batch", s.B, "B"), ("heads", s.HV, "HV")):
+        n = split.parts(role)
+        if n == 1:
+            continue
+        if not isinstance(size, int):
+            raise bad(f"sharding.{role}", repr(getattr(split, role)), f"be None while {what} = {size} is a symbol")
+        if size % n:
+            axes = ", ".join(map(repr, getattr(split, role)))
+            raise bad(
+                f"{what}",
+                f"{size}",
+                f"be a multiple of the {n} devices of {axes}, over which sharding.{role} splits it",
+            )
+
+
+def signature_of_a_shard(s: Signature, operands: Mapping[str, Array], sharding: Sharding | None) -> Signature:
+    """The call that each device makes where this one is split, or the call itself.
+
+    Raises:
+        GdnError: as ``split_of``.
+    """
+    split = split_of(s, operands, sharding)
+    if split is None:
+        return s
+    batch, heads = split.parts("batch"), split.parts("heads")
+    own = s.HV // heads
+    H = s.H // heads if split.splits_keys(s) else (1 if (s.HV // s.H) % own == 0 else own)
+    rows = s.N if s.packed else s.N // batch
+    return replace(s, B=s.B // batch, N=rows, H=H, HV=own, T=-(-s.T // split.parts("sequence")))
