@@ -32,6 +32,7 @@ from .kernels.plain.forward import forward
 from .kernels.plain.plan import Plan
 from .lowering import kernel_or_else
 from .pipelined import by_pipeline
+from .prologue import inside
 from .segments import marked, separated
 
 __all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
@@ -247,14 +248,24 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
     s, bounds = e.signature, operands.get("cu_seqlens")
     assert e.training is not None
-
-    def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
-        x = prepare(jnp, s, {**operands, **smooth})
-        return x._replace(starts=None), x.starts
-
-    x, pull, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
-    x, reached = separated(x._replace(starts=starts))
     dO, dS, d_conv_state = cotangents
+    p = e.training.backward
+    before = inside(s, e.chip, e.interpret, operands)
+    starts = reached = None
+    if before is not None:
+        names, keys, values = _rule_dtypes(p)
+        x = before.prepared(names, keys, values)
+        pull = before.pulled
+        d_conv_state = d_conv_state if s.output_final_state else None  # else nobody is given that state
+    else:
+
+        def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
+            x = prepare(jnp, s, {**operands, **smooth})
+            return x._replace(starts=None), x.starts
+
+        x, pull_smooth, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
+        pull = lambda d: pull_smooth(d)[0]  # noqa: E731
+        x, reached = separated(x._replace(starts=starts))
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
     if dO.dtype == jnp.float32 and s.precision != "highest":
@@ -262,7 +273,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
-    p, dtypes = e.training.backward, _gradient_dtypes(s)
+    dtypes = _gradient_dtypes(s)
     d: RuleGradients
     if isinstance(p, Reverse):
         keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
@@ -271,8 +282,15 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     else:
         made_of = Making(e.interpret, e.stages)
         d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)
-    q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
-    g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
+    # The prologue's own kernel leaves out tokens of no sequence by itself.
+    channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
+    g, *rest = d.gates
+    rest = [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
+    if before is None or before.gate_plan is None:  # else its kernel leaves such tokens out, too
+        g = _where_sequences_are(s, bounds, g).astype(jnp.float32)
+    q, k, v = channels
+    if g.shape != x.g.shape:
+        g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None
     if x.b is not None:
         b = rest.pop(0)
@@ -281,7 +299,15 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     state = d.S
     if reached is not None:
         (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))[0]
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))
+
+
+def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
+    """Which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
+    if isinstance(p, Reverse):
+        return "qk", jnp.bfloat16, jnp.bfloat16
+    of = {2: jnp.bfloat16, 4: jnp.float32}
+    return "qkv", of[p.q_bytes], of[p.v_bytes]
 
 
 def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:

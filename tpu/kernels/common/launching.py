@@ -11,7 +11,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["Block", "Launch", "launch", "pallas_call"]
+__all__ = ["Block", "Launch", "launch", "pallas_call", "result_shapes"]
 
 Array = Any
 #: A tuple, list, dict or registered dataclass of arrays, blocks or references; None where there is nothing.
@@ -76,7 +76,7 @@ def launch(
             out_specs=[block.spec for block in made],
             scratch_shapes=room,
         ),
-        out_shape=_result_shapes([block.array for block in made], given[0].array),
+        out_shape=result_shapes([block.array for block in made], given[0].array),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=how.vmem_limit
         ),
@@ -99,7 +99,7 @@ def pallas_call(*args: Any, **options: Any) -> Callable[..., Any]:
     return run
 
 
-def _result_shapes(shapes: Iterable[Any], like: Array) -> list[Any]:
+def result_shapes(shapes: Iterable[Any], like: Array) -> list[Any]:
     """Shapes and dtypes of a kernel's results, varying over the axes of a mesh over which ``like`` does.
 
     Args:

@@ -10,6 +10,7 @@ from ..common.buffers import Buffer, bytes_of
 from ..common.gate_widths import ONE_GATE, widths
 from ..common.tiles import CHUNK
 from ..plain.plan import backward_plan
+from ..prologue.plan import describe_prologue
 from .plan import Pipeline, pipeline
 
 __all__ = ["Reverse", "describe_gradients", "reverse_plan"]
@@ -117,10 +118,12 @@ def reverse_plan(s: Signature, chip: Chip) -> tuple[Pipeline, Reverse] | None:
 
 
 def describe_gradients(s: Signature, chip: Chip) -> str:
-    """Which kernel computes a call's gradients, in a few words."""
+    """Which kernels compute a call's gradients, in a few words."""
     pair, p = reverse_plan(s, chip), backward_plan(s, chip)
     if pair is not None:
-        return f"kernel for long rows, {pair[1].heads} value heads and {pair[1].U} chunks a grid step"
-    if p is None:
+        rule = f"kernel for long rows, {pair[1].heads} value heads and {pair[1].U} chunks a grid step"
+    elif p is None:
         return "xla, since a step of one key head does not fit into the backward kernel's memory"
-    return f"plain backward kernel, {p.heads} value heads and a chunk of {p.C} tokens a grid step"
+    else:
+        rule = f"plain backward kernel, {p.heads} value heads and a chunk of {p.C} tokens a grid step"
+    return ", ".join(filter(None, (rule, describe_prologue(s, chip))))
