@@ -319,7 +319,8 @@ def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
-    """Of q and k, and of v, as they leave the kernel: the operands', unless something lies before the rule."""
+    """Dtypes of the gradients of q and k, and of v, as they leave the kernel: the operands', unless something lies
+    before the rule."""
     operand = jnp.dtype(s.dtype)
     values = jnp.float32 if s.conv is not None else operand
     return (jnp.float32 if s.qk_l2norm else values), values

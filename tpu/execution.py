@@ -104,5 +104,5 @@ class Execution:
         return pipeline(self.signature, self.chip, keeps) if self.own else None
 
     def of(self, signature: Signature) -> Execution:
-        """The same for another call."""
+        """The execution of another call by the same chip and mode."""
         return replace(self, signature=signature)

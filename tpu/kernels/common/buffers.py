@@ -26,7 +26,7 @@ class Buffer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them together."""
         return self.number * prod(self.shape[:-1]) * whole_lanes(self.shape[-1]) * _BYTES[self.dtype]
 
 

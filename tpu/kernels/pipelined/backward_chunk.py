@@ -30,7 +30,7 @@ Terms = list[tuple[Array, Array]]
 
 
 class _Gates(NamedTuple):
-    """Of a chunk, heads in sublanes and tokens in lanes [heads, C].
+    """The gates of a chunk, heads in sublanes and tokens in lanes [heads, C].
 
     G: base-2 sum of log decays since the last reset; begin: 2^G, or 0 behind a reset; b: gate; run: tokens since the
     last reset; ahead: tokens to the next one; end: 2^(G_C - G), or 0 before a reset; reset: whether the gate is one.

@@ -48,8 +48,8 @@ class TokenOperands(NamedTuple):
 
 
 class Prologue(NamedTuple):
-    """Of a convolution inside: taps of q, k and v, [``prologue.tap_rows``, channels] float32; past, the 8 inputs before
-    the first of each sequence, [B or N, 8, channels] float32."""
+    """What a convolution inside needs: taps of q, k and v, [``prologue.tap_rows``, channels] float32; past, the 8
+    inputs before the first of each sequence, [B or N, 8, channels] float32."""
 
     taps: tuple[Channels, Channels, Channels]
     past: tuple[Channels, Channels, Channels]
@@ -68,7 +68,7 @@ class GateOperands(NamedTuple):
 
 
 def _place(p: Pipeline, u: int | None, when: Any, part: Array, entry: Array, *table: Any) -> Place:
-    """Of a grid step of one of the cores' parts, or of its chunk u."""
+    """The place of a grid step of one of the cores' parts, or of its chunk u."""
     at = when(entry)
     rest, step = divided(at, p.steps), lax.rem(at, jnp.int32(p.steps))
     rest = rest + part * (p.entries // p.steps)
@@ -104,7 +104,7 @@ class _Blocks:
         return self.each(array, shape, when, lambda r, h, c, n: place(r, h + first // width, c, n))
 
     def shared(self, x: Channels, width: int, rows: int, place: Any) -> Block:
-        """The same of what all chunks share."""
+        """The block of what all chunks of a grid step share."""
         blocks = self.channels(x, width, rows, partial(now, self.p), place)
         return blocks[0]
 
@@ -114,7 +114,8 @@ def _by_token(r: Array, h: Array, c: Array, n: Array) -> tuple[Array, ...]:
 
 
 def _token_blocks(blocks: _Blocks, name: str, x: Channels, width: int, prologue: Prologue | None) -> TokenInputs:
-    """Of q, k or v: what ``scores`` takes, and what ``advance`` reads once more where it takes it as it lies in HBM."""
+    """The blocks of q, k or v: what ``scores`` takes, and what ``advance`` reads once more where it takes it as it lies
+    in HBM."""
     p = blocks.p
     if name == "v":
         scored, advanced = p.keeps_values, not p.keeps_values
@@ -136,7 +137,7 @@ def _token_blocks(blocks: _Blocks, name: str, x: Channels, width: int, prologue:
 
 
 def _gate_blocks(blocks: _Blocks, a: Array, width: int) -> list[Block]:
-    """Of a gate: by channel as it lies, else with heads in sublanes and tokens in lanes."""
+    """The blocks of a gate: by channel as it lies, else with heads in sublanes and tokens in lanes."""
     p = blocks.p
     if p.by_channel and width > 1:
         return blocks.channels(Channels(a, 0), p.heads * width, blocks.tokens, partial(now, p), _by_token)
@@ -146,7 +147,7 @@ def _gate_blocks(blocks: _Blocks, a: Array, width: int) -> list[Block]:
 
 
 def _parameter_block(blocks: _Blocks, parameters: Array) -> Block:
-    """Of the gate's parameters."""
+    """The block of the gate's parameters."""
     p = blocks.p
     if p.by_channel:
         return blocks.shared(Channels(parameters, 0), p.heads * p.K, 2, lambda r, h, c, n: (0, h))

@@ -24,8 +24,8 @@ Array = Any
 
 
 class Gates(NamedTuple):
-    """Of one chunk: decays in sublanes and tokens in lanes [decays, C], and what is to be spread from it. A head has
-    one decay, or one for each group of its key channels; heads side by side.
+    """The gates of one chunk: decays in sublanes and tokens in lanes [decays, C], and what is to be spread from it. A
+    head has one decay, or one for each group of its key channels; heads side by side.
 
     G: base-2 sum of log decays since the last reset; b: gate; into: what a token leaves in the state after the chunk,
     b 2^(G_C - G), 0 before a reset. As columns to be spread, float32 [C, decays] or bfloat16 pieces side by

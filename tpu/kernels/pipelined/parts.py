@@ -18,8 +18,8 @@ Array = Any
 
 
 class Part(NamedTuple):
-    """Of the block of C tokens that a chunk lies in: the rows that are its own, and of packed sequences, whether it is
-    a sequence's first chunk, and the first one in its block. Scalars."""
+    """A chunk in the block of C tokens that it lies in: the rows that are its own, and of packed sequences, whether it
+    is a sequence's first chunk, and the first one in its block. Scalars."""
 
     begin: Any
     end: Any
@@ -38,7 +38,8 @@ class TableEntry(NamedTuple):
 
 
 class StepEntry(NamedTuple):
-    """Of packed sequences: the table's entries of the chunks of a grid step, and the step's group of heads."""
+    """What a grid step of packed sequences has: the table's entries of the chunks of a grid step, and the step's group
+    of heads."""
 
     chunks: list[TableEntry]
     group: Array

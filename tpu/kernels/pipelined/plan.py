@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Of its tiles."""
+        """The lanes of its tiles."""
         return self.tiles * LANES
 
     @property
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 def spans(heads: int, width: int) -> tuple[Span, ...]:
-    """Of heads of ``width`` channels side by side."""
+    """The span of each of some heads of ``width`` channels side by side."""
     found = []
     for begin in range(0, heads * width, width):
         first = begin // LANES
@@ -152,12 +152,12 @@ class Pipeline(NamedTuple):
 
     @property
     def key_lanes(self) -> int:
-        """Of the key head with the most tiles."""
+        """The lanes of the key head with the most tiles."""
         return max(span.lanes for span in self.keys)
 
     @property
     def value_lanes(self) -> int:
-        """Of the value head with the most tiles."""
+        """The lanes of the value head with the most tiles."""
         return max(span.lanes for span in self.values)
 
     @property

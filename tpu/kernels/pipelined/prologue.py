@@ -54,7 +54,7 @@ def log_decay(inside: Inside, raw: Array, parameters: Sequence[Array]) -> Array:
 
 
 def channel_decay(inside: Inside, raw: Array, rate: Array, bias: Array) -> Array:
-    """The same by channel: raw [rows, channels]; rate, which is exp(A_log), and dt_bias [1, channels].
+    """The log decay by channel: raw [rows, channels]; rate, which is exp(A_log), and dt_bias [1, channels].
 
     Without derivatives, so that one evaluation will do: a product with a rate that has overflowed is a reset as it is,
     and 0 where the activation is.

@@ -130,15 +130,16 @@ class Blocks(NamedTuple):
         return table[self._chunk(c) * tb.WORDS + tb.SLOT], h, 0, 0
 
     def keys(self, a: Any) -> Block:
-        """Of q or k [B, T, H K], or their gradients."""
+        """The block of q or k [B, T, H K], or their gradients."""
         return Block(a, pl.BlockSpec((1, *self.p.key_block), self._tokens))
 
     def values(self, a: Any) -> Block:
-        """Of v, o or their cotangents [B, T, HV V]."""
+        """The block of v, o or their cotangents [B, T, HV V]."""
         return Block(a, pl.BlockSpec((1, *self.p.value_block), self._tokens))
 
     def gates(self, gates: tuple[Array, ...]) -> tuple[Block, ...]:
-        """Of gates [B, T, HV, n], as they lie where that is a legal block, else with the groups of heads apart."""
+        """The blocks of gates [B, T, HV, n], as they lie where that is a legal block, else with the groups of heads
+        apart."""
         found = []
         for a, n in zip(gates, self.p.widths.given, strict=True):
             as_laid, shape = gates_in_blocks(self.p, a, n)
@@ -146,11 +147,11 @@ class Blocks(NamedTuple):
         return tuple(found)
 
     def states(self, a: Any) -> Block:
-        """Of states [N, HV, K, V]."""
+        """The block of states [N, HV, K, V]."""
         return Block(a, pl.BlockSpec((1, *self.p.state), self._slot))
 
     def of_chunk(self, a: Any) -> Block:
-        """Of what there is of every chunk of the table, [chunks, HV, ...]."""
+        """The block of what there is of every chunk of the table, [chunks, HV, ...]."""
         rest = a.shape[2:]
         place = lambda h, c, t: (self._chunk(c), h, *(0,) * len(rest))  # noqa: E731
         return Block(a, pl.BlockSpec((1, self.p.heads, *rest), place))

@@ -42,9 +42,9 @@ Factors = list[tuple[Array, Array]]
 
 
 class ChannelOperands(NamedTuple):
-    """Of a chunk and value head, float32: q, k, g [C, K]; v, dO [C, V]; b [C, 1 or K] and w [C, 1 or V], None where
-    there is none, w too where b is one gate for both; S, at the chunk's start, and dS, the cotangent of the state after
-    it, [K, V]."""
+    """Operands of a chunk and value head, float32: q, k, g [C, K]; v, dO [C, V]; b [C, 1 or K] and w [C, 1 or V], None
+    where there is none, w too where b is one gate for both; S, at the chunk's start, and dS, the cotangent of the state
+    after it, [K, V]."""
 
     q: Array
     k: Array
@@ -67,8 +67,9 @@ class ChannelOperands(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """Of a chunk and value head, float32 or what enters products of it: M = (I + A)^-1 [C, C], None where nothing
-    erases; u [C, V], None where it is still to be computed; Aqk [C, C], keys as written, without scale."""
+    """What is solved of a chunk and value head, float32 or what enters products of it: M = (I + A)^-1 [C, C], None
+    where nothing erases; u [C, V], None where it is still to be computed; Aqk [C, C], keys as written, without
+    scale."""
 
     M: Any
     u: Any
@@ -257,8 +258,8 @@ class _Scored(NamedTuple):
 
 
 class _Cotangents(NamedTuple):
-    """Of ``_Scored``'s rows and key, to which each level adds; and of log P and log Q of a level's blocks, first of the
-    whole chunk. [C, K] each."""
+    """Cotangents of ``_Scored``'s rows and key, to which each level adds; and of log P and log Q of a level's blocks,
+    first of the whole chunk. [C, K] each."""
 
     rows: list[Array]
     key: Array

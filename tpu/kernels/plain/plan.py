@@ -83,7 +83,7 @@ class Plan(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Of q and k, and of v and o, at most."""
+        """The widest dtypes of q and k, and of v and o."""
         names = {2: "bfloat16", 4: "float32"}
         return names[self.q_bytes], names[self.v_bytes]
 

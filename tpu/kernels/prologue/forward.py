@@ -200,7 +200,7 @@ def of_part(p: Prologue, i: int, reverse: bool = False) -> pl.BlockSpec:
 
 
 def block_specs(p: Prologue, reverse: bool = False) -> dict[str, pl.BlockSpec]:
-    """Of x, the tokens before a block of it, the taps, and the codes."""
+    """The blocks of x, the tokens before a block of it, the taps, and the codes."""
     where = (lambda t: p.blocks - 1 - t) if reverse else (lambda t: t)
     halos = p.R // HALO
     return {

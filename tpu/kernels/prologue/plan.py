@@ -69,7 +69,7 @@ class Prologue(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of the array."""
+        """How many channels the array has."""
         return sum(part.channels for part in self.parts)
 
     @property
