@@ -72,6 +72,7 @@ def _with_states_every(e: Execution, every: int, operands: Operands) -> tuple[Ou
         line = e.with_states
         assert line is not None
         (o, state, conv_state), kept = by_pipeline(replace(s, output_final_state=True), line, e.interpret, operands)
+        assert state is not None
         before = swap_state(jnp, s, jnp.reshape(kept["S"], (s.B, line.blocks, *kept["S"].shape[1:])))
         chunks = every // CHUNK  # those after a chunk are those before the next one, or the last
         found = jnp.concatenate([before, state[:, None]], 1)[:, chunks : s.T // CHUNK + 1 : chunks]
@@ -276,8 +277,9 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     dtypes = _gradient_dtypes(s)
     d: RuleGradients
     if isinstance(p, Reverse):
-        keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
-        rule = ReverseOperands(*keys, x.g[..., 0], x.b[..., 0])
+        assert x.b is not None
+        q, k = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
+        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0])
         d = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
     else:
         made_of = Making(e.interpret, e.stages)

@@ -54,6 +54,7 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
         )
     )
     if p.inside.width:
+        assert s.conv is not None
         width, total = s.conv.width, s.conv.channels
         rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
         weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
@@ -66,7 +67,11 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
             first += a.shape[-1]
         conv_state = jnp.concatenate(conv_state, -1)
         before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
-        prologue = Prologue(*(tuple(Channels(a, first) for first in channels.values()) for a in (weight, before)))
+        taps, past = (
+            (Channels(a, channels["q"]), Channels(a, channels["k"]), Channels(a, channels["v"]))
+            for a in (weight, before)
+        )
+        prologue = Prologue(taps, past)
     gates = _gate_operands(s, p, g, b, w, x)
     if S is None and (p.starts or not p.packed):
         S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), tokens.v.array)

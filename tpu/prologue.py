@@ -74,8 +74,8 @@ class Inside:
             self.raw_gates = jnp.reshape(x["g"], (s.B, s.T, -1))
             rate = jnp.exp(jnp.ravel(x["A_log"]).astype(jnp.float32)) if "A_log" in x else jnp.ones(s.HV)
             bias = jnp.ravel(x["dt_bias"]).astype(jnp.float32) if "dt_bias" in x else jnp.zeros(s.HV * s.K)
-            rows = jnp.stack([jnp.repeat(rate, s.K), bias])
-            self.parameters = jnp.pad(rows, ((0, PARAMETERS - len(rows)), (0, 0)))
+            of_channels = jnp.stack([jnp.repeat(rate, s.K), bias])
+            self.parameters = jnp.pad(of_channels, ((0, PARAMETERS - len(of_channels)), (0, 0)))
         mine = () if self.gate_plan is None else ("g", "A_log", "dt_bias")
         names = ("g", "beta", "erase", "write", "A_log", "dt_bias")
         self.smooth_gates = {name: x[name] for name in names if name in x and name not in mine}
@@ -145,6 +145,7 @@ class Inside:
     def _pulled_decays(self, d: Array) -> Operands:
         """Cotangents of raw decays by channel, A_log and dt_bias; ``d`` is not read behind the last sequence."""
         s, x, bounds = self.s, self.x, self.x.get("cu_seqlens")
+        assert self.gate_plan is not None
         end = (
             jnp.asarray(np.full(1, s.T, np.int32))
             if bounds is None
@@ -216,7 +217,8 @@ class Inside:
         tokens = self._tokens(jnp.zeros((), jnp.int32), 2 * reach)  # they hand theirs on to no more
         pull = jax.vjp(self._by_specification, *self._slab(tokens))[1]
         d = tuple(self._get(given[name], tokens) for name in "qkv")
-        first = _Tokens(*(a[:, :reach] for a in tokens[:3]), tokens.begin)
+        row, column, there = (a[:, :reach] for a in tokens[:3])
+        first = _Tokens(row, column, there, tokens.begin)
         whole = self._parts(pull(d)[0][:, :reach])
         own = jnp.arange(2 * reach)[:, None] < reach
         _, weight, bias, past = pull(tuple(jnp.where(own, a, 0.0) for a in d))
@@ -259,7 +261,7 @@ def _places(p: Prologue, cu_seqlens: Array | None) -> Places:
         return Places(jnp.zeros((p.R, 128), jnp.bfloat16), jnp.zeros(p.blocks, jnp.int32))
     if cu_seqlens is None:  # behind a row's last token there is nothing anyway
         code = jnp.minimum(token, reach) + 8 * reach
-        special = np.zeros(p.blocks, np.int32)
+        special: Array = np.zeros(p.blocks, np.int32)
         special[0], special[-1] = p.skip or p.blocks == 1, p.T % p.R != 0
         if p.blocks == 1:
             special[0] = 1

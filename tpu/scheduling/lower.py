@@ -58,7 +58,7 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
 
     calls: tuple[Call, ...] = ()
     # Nothing is stored for other versions to load: the newest form of a kernel is the one that would run.
-    before = jax.config.jax_export_ignore_forward_compatibility
+    before = jax.config.jax_export_ignore_forward_compatibility  # type: ignore[attr-defined]
     jax.config.update("jax_export_ignore_forward_compatibility", True)
     try:
         with on(chip):

@@ -72,7 +72,7 @@ class Run(NamedTuple):
 class _Operand(NamedTuple):
     """The address of an operand of the kernel, or of a piece of it."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # no address is searched for in another
 
 
 class _Memory(NamedTuple):
@@ -257,7 +257,7 @@ class _Machine:
         elif holds is not False:
             self.memory[at] = self._value(i.args[1]) if holds and len(i.args) > 1 else _UNKNOWN
             if self.unsure:
-                self.unsure[-1][1].append(at)  # type: ignore[arg-type]
+                self.unsure[-1][1].append(at)
 
     def _copy(self, i: Instruction, holds: bool | None) -> None:
         if holds is False or len(i.args) < 3:
