@@ -14,7 +14,8 @@ from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
 from portable_gdn.tpu.chips import COMMON
 from portable_gdn.tpu.kernels.common.tiles import CHUNK
-from portable_gdn.tpu.kernels.pipelined.plan import UNITS, Inside, pipeline
+from portable_gdn.tpu.kernels.pipelined.geometry import Inside
+from portable_gdn.tpu.kernels.pipelined.plan import UNITS, pipeline
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

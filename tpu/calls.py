@@ -25,7 +25,7 @@ from .kernels.common.gradients import Cotangents, Kept, RuleGradients
 from .kernels.common.tiles import CHUNK
 from .kernels.pipelined.backward import ReverseOperands, reverse
 from .kernels.pipelined.backward_plan import Reverse
-from .kernels.pipelined.plan import Pipeline
+from .kernels.pipelined.geometry import Pipeline
 from .kernels.plain.backward import backward
 from .kernels.plain.blocks import Making, PlainOperands
 from .kernels.plain.forward import forward

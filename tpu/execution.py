@@ -13,7 +13,8 @@ from .chips import Chip
 from .kernels.common.gate_widths import widths
 from .kernels.common.tiles import CHUNK
 from .kernels.pipelined.backward_plan import Reverse, reverse_plan
-from .kernels.pipelined.plan import Pipeline, pipeline
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.pipelined.plan import pipeline
 from .kernels.plain import stages as own_stages
 from .kernels.plain.plan import Plan, backward_plan, plan
 

@@ -14,7 +14,8 @@ from ..spec.sequences import layout
 from .execution import Outputs
 from .kernels.pipelined.blocks import Channels, GateOperands, Prologue, TokenOperands
 from .kernels.pipelined.forward import forward
-from .kernels.pipelined.plan import Pipeline, prepared_outside
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.pipelined.plan import prepared_outside
 from .kernels.pipelined.prologue import HISTORY, tap_rows
 from .segments import marked, separated
 

@@ -15,7 +15,7 @@ from ..spec.stages import STAGES
 from .calls import by_plain_kernel
 from .execution import Execution
 from .kernels.pipelined.backward_plan import reverse_plan
-from .kernels.pipelined.plan import Pipeline
+from .kernels.pipelined.geometry import Pipeline
 from .kernels.plain.forward import PROBED
 from .kernels.plain.plan import plan
 from .pipelined import by_pipeline

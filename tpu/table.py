@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .kernels.pipelined.plan import Pipeline
+from .kernels.pipelined.geometry import Pipeline
 from .kernels.plain.plan import Plan
 
 __all__ = ["BEGIN", "BLOCK", "END", "FIRST", "FLAGS", "FRESH", "LAST", "SLOT", "WORDS", "chunk_table"]

@@ -11,8 +11,8 @@ from ..common.products import dot
 from ..common.registers import F32
 from ..common.summands import each
 from ..common.tiles import CHUNK, LANES
+from .geometry import Pipeline
 from .memory import ChunkMemory
-from .plan import Pipeline
 from .products import halves, operand_dtype, product
 from .scores import channel_groups, spread_decays, sum_of
 from .slots import Slot, read

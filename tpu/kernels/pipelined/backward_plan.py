@@ -11,7 +11,8 @@ from ..common.gate_widths import ONE_GATE, widths
 from ..common.tiles import CHUNK
 from ..plain.plan import backward_plan
 from ..prologue.plan import describe_prologue
-from .plan import Pipeline, pipeline
+from .geometry import Pipeline
+from .plan import pipeline
 
 __all__ = ["Reverse", "describe_gradients", "reverse_plan"]
 

@@ -18,8 +18,8 @@ from ..common.gradients import Kept
 from ..common.launching import Block
 from ..common.registers import BF16, F32, divided
 from ..common.tiles import CHUNK
+from .geometry import Pipeline
 from .parts import late, now
-from .plan import Pipeline
 from .prologue import HISTORY
 from .refs import Inputs, Outputs, Scratch, TokenInputs, UnitScratch, Windows
 from .slots import slot

@@ -11,8 +11,8 @@ from ..common.products import dot
 from ..common.registers import BF16, F32
 from ..common.summands import each
 from ..common.tiles import CHUNK
+from .geometry import Pipeline
 from .memory import ChunkMemory
-from .plan import Pipeline
 from .products import halves, product, spread
 from .slots import ChannelSlot, read
 

@@ -22,10 +22,10 @@ from ..common.registers import BF16, F32, iota
 from ..common.summands import PIECES, Parts, exact_pieces
 from ..common.tiles import CHUNK, SUBLANES
 from . import prologue
+from .geometry import Pipeline
 from .inverse import write_blocks
 from .memory import ChunkMemory, place_of_chunk
 from .parts import own
-from .plan import Pipeline
 from .products import halves
 from .scores import key_rows
 from .slots import ChannelSlot, write

@@ -46,14 +46,15 @@ from ..common.tiles import CHUNK
 from . import advance, channel_advance, channel_scores, scores
 from .blocks import GateOperands, Prologue, TokenOperands, input_blocks, output_blocks, scratch
 from .gates import StepGates
+from .geometry import Pipeline
 from .inverse import solve_16, solve_64, solve_128
 from .memory import ChunkMemory
 from .parts import Part, late, now, parts_of_rows, read_table
-from .plan import Pipeline
 from .refs import Inputs, Outputs, Scratch
 from .sending import PackedResults
 from .slots import Slot
 from .states import fill_state, head_states
+from .vmem import vmem
 from .windows import fill_window_of_chunk, fill_windows
 
 __all__ = ["forward"]
@@ -174,7 +175,7 @@ def forward(
     operands = input_blocks(p, tokens, gates, S, prologue)
     results = output_blocks(p, dtype)
     table = tb.chunk_table(p, cu_seqlens) if p.packed else None
-    how = Launch("gated_delta_rule_pipeline", (p.parts, p.entries + 1), p.vmem, interpret)
+    how = Launch("gated_delta_rule_pipeline", (p.parts, p.entries + 1), vmem(p), interpret)
     out = launch(partial(_kernel, p), how, table, operands, results, scratch(p, dtype))
     o = jnp.reshape(out.o[: p.T] if p.packed else out.o, (p.B, p.T, p.groups * p.heads, p.V))
     return o, out.S_last, {name: getattr(out.kept, name) for name in p.keeps}

@@ -12,9 +12,9 @@ from ..common.registers import BF16, F32, divided, iota
 from ..common.summands import exact_pieces
 from ..common.tiles import CHUNK
 from . import prologue
+from .geometry import Pipeline
 from .memory import place_of_chunk
 from .parts import Part, own
-from .plan import Pipeline
 from .refs import Inputs
 from .vmem import spread_by_xlu
 

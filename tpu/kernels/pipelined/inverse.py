@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..common.registers import F32, block_of, iota, within
 from ..common.summands import each
 from ..common.tiles import CHUNK
-from .plan import Pipeline
+from .geometry import Pipeline
 from .products import halves, operand_dtype, product
 from .slots import Blocks, read, write
 

@@ -11,8 +11,8 @@ from ..common.registers import F32, iota
 from ..common.summands import Parts
 from ..common.tiles import CHUNK, LANES
 from . import prologue
+from .geometry import Pipeline, Span
 from .parts import Part, own, own_rows
-from .plan import Pipeline, Span
 from .products import halves
 from .refs import Inputs, Outputs, Scratch, TokenInputs
 from .states import placed

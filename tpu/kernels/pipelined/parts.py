@@ -10,7 +10,7 @@ from jax import lax
 from ... import table as tb
 from ..common.registers import iota
 from ..common.tiles import CHUNK
-from .plan import Pipeline
+from .geometry import Pipeline
 
 __all__ = ["Part", "StepEntry", "TableEntry", "late", "now", "own", "own_rows", "parts_of_rows", "read_table"]
 

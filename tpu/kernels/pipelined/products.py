@@ -12,7 +12,7 @@ from ..common.registers import BF16, F32, iota
 from ..common.summands import Parts, pieces
 from ..common.tiles import CHUNK
 from . import vmem
-from .plan import Pipeline
+from .geometry import Pipeline
 
 __all__ = ["halves", "operand_dtype", "product", "spread"]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....spec.gates import L2_EPS, activate_gate
-from .plan import Inside
+from .geometry import Inside
 
 __all__ = ["HISTORY", "channel_decay", "convolved", "log_decay", "normalised", "tap_rows"]
 

@@ -11,9 +11,9 @@ from ..common.products import dot
 from ..common.registers import F32
 from ..common.tiles import CHUNK
 from .gates import Gates, StepGates
+from .geometry import Pipeline
 from .inverse import write_blocks
 from .memory import ChunkMemory
-from .plan import Pipeline
 from .products import halves, operand_dtype, spread
 from .slots import Slot, write
 

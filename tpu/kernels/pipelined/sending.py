@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ... import table as tb
 from ..common.tiles import CHUNK
+from .geometry import Pipeline
 from .parts import StepEntry
-from .plan import Pipeline
 from .refs import Inputs, Outputs, Scratch
 from .states import head_states
 

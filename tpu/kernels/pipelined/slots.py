@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..common.buffers import Buffer
 from ..common.summands import Parts
 from . import vmem
-from .plan import Pipeline
+from .geometry import Pipeline
 
 __all__ = ["Blocks", "ChannelSlot", "Slot", "read", "slot", "write"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .plan import Pipeline, Span
+from .geometry import Pipeline, Span
 
 __all__ = ["fill_state", "head_states", "placed"]
 

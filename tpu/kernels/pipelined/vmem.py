@@ -6,13 +6,9 @@ sublanes each, and left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..common.buffers import Buffer, bytes_of
 from ..common.tiles import CHUNK, LANES, PIECES, SUBLANES
-
-if TYPE_CHECKING:
-    from .plan import Pipeline
+from .geometry import Pipeline
 
 __all__ = ["blocks", "inverse_blocks", "scratch", "slot", "spilled", "spread_by_xlu", "vmem"]
 

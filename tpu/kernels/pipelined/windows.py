@@ -10,8 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..common.registers import F32, iota
 from ..common.tiles import CHUNK, LANES
+from .geometry import Pipeline
 from .parts import Part
-from .plan import Pipeline
 from .prologue import HISTORY
 from .refs import Inputs, TokenInputs, UnitScratch
 
