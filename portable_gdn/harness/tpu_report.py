@@ -71,7 +71,7 @@ def call(
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
     if fused and (op == "step" or VARIANTS[variant][0] is None):
         raise GdnError(
-            "--fused is for --op forward and backward and variants with a decay: no other call has it all inside."
+            "--fused is for --op forward or backward of variants with a decay: no other call has kernels for all of it."
         )
     given = operand_shapes(op, variant, shape)
     x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
