@@ -97,4 +97,4 @@ def epilogue_gradients(
         ),
         interpret=interpret,
     )(end, o, dy, weight[None], *gates)
-    return out[0], None if z is None else out[1], jnp.sum(out[-1], (0, 1))
+    return out[0], None if z is None else out[1], jnp.sum(out[-1], (0, 1)) * p.V**0.5

@@ -172,6 +172,6 @@ def reverse(
     heads = lambda a: jnp.reshape(a, (p.B, p.T, -1, C))  # noqa: E731
     per_head = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, -1, p.T)), 1, 2)[..., None]  # noqa: E731
     tokens = [heads(a) for a in (d.dq, d.dk, d.dv)]
-    d_weight = None if d.norm_sums is None else jnp.sum(d.norm_sums, (0, 1))
+    d_weight = None if d.norm_sums is None else jnp.sum(d.norm_sums, (0, 1)) * C**0.5
     rule = RuleGradients(*tokens, (per_head(d.dg), per_head(d.db)), jnp.swapaxes(d.dS_first, -1, -2))
     return rule, d.dz, d_weight
