@@ -97,6 +97,8 @@ def run_piece(
     own = jnp.where(enters[:, None, None, None], 0, first) if enters is not None else jnp.zeros_like(first)
     x["initial_state"] = widened_state(jnp, varying_like(own, *x.values()), enters)
     options = options._replace(output_final_state=True, state_layout="kv", precision=s.precision)
+    # Outputs in float32, since P times a state is still to be added; products round what the precision says.
+    x |= {name: x[name].astype(jnp.float32) for name in "qkv"}
     result = _run(widened(jnp, x, s.K), options, backend)
     t = apart(result.state, s.V)
     o, P = (a.astype(jnp.float32) for a in (result.o[..., : s.V], result.o[..., s.V :]))
