@@ -24,12 +24,12 @@ def one_operation(
 
 
 def _now(
-    x: list[Tensor | None], S: Tensor, bounds: Tensor | None, starts: Tensor | None, constants: Any, recurs: bool
+    x: Operands, S: Tensor, bounds: Tensor | None, starts: Tensor | None, constants: Any, recurs: bool
 ) -> tuple[Tensor, Tensor]:
     if S.device.type == "cpu":
         interpreter.start()
     family, scale, chunk, flags = constants
-    return apply(Rule(family, scale, chunk, *flags), Operands(*x), S, bounds, starts, recurs)
+    return apply(Rule(family, scale, chunk, *flags), x, S, bounds, starts, recurs)
 
 
 @torch.library.custom_op("portable_gdn::fla", mutates_args=())
@@ -49,7 +49,7 @@ def _rule(
     flags: list[bool],
     recurs: bool,
 ) -> tuple[Tensor, Tensor]:
-    o, state = _now([q, k, v, g, b, w], S, bounds, starts, (family, scale, chunk, flags), recurs)
+    o, state = _now(Operands(q, k, v, g, b, w), S, bounds, starts, (family, scale, chunk, flags), recurs)
     return o.to(v.dtype).contiguous(), state.clone(memory_format=torch.contiguous_format)
 
 
@@ -76,7 +76,9 @@ def _backward(
     records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with torch.enable_grad(), records:
         leaves = [None if a is None else a.detach().requires_grad_() for a in (q, k, v, g, b, w, S)]
-        o, state = _now(leaves[:6], leaves[6], bounds, starts, (family, scale, chunk, flags), False)
+        *x, initial = leaves
+        assert initial is not None
+        o, state = _now(Operands._make(x), initial, bounds, starts, (family, scale, chunk, flags), False)
         there = [a for a in leaves if a is not None]
         o = o.to(v.dtype)
     found = torch.autograd.grad([o, state], there, [dO, dS], allow_unused=True)

@@ -95,7 +95,7 @@ def _repair() -> None:
 def _loops(interpreter: Any) -> Any:
     """A rewriter that makes the variable of every range loop a tensor."""
 
-    class Loops(interpreter.ASTTransformer):
+    class Loops(interpreter.ASTTransformer):  # type: ignore[misc]
         def visit_For(self, node: ast.For) -> ast.AST:
             node = self.generic_visit(node)
             called = node.iter.func if isinstance(node.iter, ast.Call) else None

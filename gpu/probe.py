@@ -70,8 +70,9 @@ def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
         a = torch.nn.functional.pad(a, (0, 0, 0, 0, 0, missing))
         return a.unflatten(1, (-1, C)).movedim(2, 3)
 
-    sums = (G if kind.by_channel else G[..., None]) / base2
-    sums = chunks(sums[..., :: sums.shape[-1] // max(s.groups, 1)])
+    G = (G if kind.by_channel else G[..., None]) / base2
+    sums = chunks(G[..., :: G.shape[-1] // max(s.groups, 1)])
+    assert sums is not None
     after = torch.cat([h[:, 1:], last[:, None].to(h.dtype)], 1)
     return {
         "decay": (sums, torch.zeros_like(sums)),
@@ -131,6 +132,7 @@ def _kda(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
 
 
 def _gdn2(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
+    assert x.b is not None
     intra = imported("fla.ops.gdn2.chunk_intra").chunk_gdn2_fwd_intra
     given = {"k": x.k, "v": x.v, "gk": G, "b": x.b, "w_gate": x.w, "chunk_size": C, "safe_gate": _safe(s)}
     W, U, _, decayed, Aqk, T = intra(q=x.q, scale=s.scale, **given)

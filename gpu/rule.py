@@ -67,7 +67,7 @@ def apply(
         return place(*x.q.shape[:2], *(None if a is None else on_host(a) for a in (bounds, starts)))
 
     def compute(S: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        operands = Operands(*given)
+        operands = Operands._make(given)
         return _rule(rule, normalised(operands) if rule.raw else operands, S, placed, plain)
 
     o, state = compute(S, *x) if settings == Settings() else _Launched.apply(settings, compute, S, *x)
@@ -204,9 +204,8 @@ def _launch(rule: Rule, flat: Operands, states: Tensor, pieces: Pieces) -> tuple
             o = out[0]
         else:
             tokens = _index(np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)]), v)
-            out, new = _kernel(
-                rule, flat.map(lambda a, tokens=tokens: a[tokens][None]), states[_index(some, v)], bounds
-            )
+            picked = Operands._make(None if a is None else a[tokens][None] for a in flat)
+            out, new = _kernel(rule, picked, states[_index(some, v)], bounds)
             o = o.index_copy(0, tokens, out[0])
         after = new if len(some) == len(states) else after.index_copy(0, _index(some, v), new)
     return o, after

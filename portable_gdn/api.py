@@ -133,20 +133,27 @@ def gated_delta_rule(
     Raises:
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        initial_state,
-        cu_seqlens,
-        segment_ids,
-        mask,
-        gate,
-        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
+    operands = {"q": q, "k": k, "v": v}
+    _add(
+        operands,
+        g=g,
+        beta=beta,
+        erase=erase,
+        write=write,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        mask=mask,
+    )
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
     )
     result, every = compute(operands, options, backend, check_values, sharding, output_states_every)
     return result.o, result.state if every is None else RuleStates(result.state, every)
@@ -186,20 +193,17 @@ def gated_delta_rule_step(
     Raises:
         GdnError: as ``gated_delta_rule``.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        state,
-        None,
-        None,
-        None,
-        gate,
-        Options(scale, True, qk_l2norm, None, None, precision, state_layout, deterministic, True),
+    operands = {"q": q, "k": k, "v": v}
+    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
+    options = Options(
+        scale=scale,
+        output_final_state=True,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        step=True,
     )
     result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, result.state
@@ -276,18 +280,17 @@ def gated_delta_mixer(
         mask=mask,
     )
     options = Options(
-        scale,
-        output_final_state,
-        qk_l2norm,
-        kind,
-        chunk_size,
-        precision,
-        state_layout,
-        deterministic,
-        False,
-        conv.activation,
-        num_heads,
-        key_dim,
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=kind,
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        conv_activation=conv.activation,
+        num_heads=num_heads,
+        key_dim=key_dim,
     )
     result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
@@ -327,20 +330,27 @@ def explain(
     Raises:
         GdnError: the call itself is wrong.
     """
-    operands, options = _rule_call(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        erase,
-        write,
-        initial_state,
-        cu_seqlens,
-        segment_ids,
-        mask,
-        gate,
-        Options(scale, output_final_state, qk_l2norm, None, chunk_size, precision, state_layout, deterministic),
+    operands = {"q": q, "k": k, "v": v}
+    _add(
+        operands,
+        g=g,
+        beta=beta,
+        erase=erase,
+        write=write,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids,
+        mask=mask,
+    )
+    options = Options(
+        scale=scale,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        gate=_gate(operands, gate),
+        chunk_size=chunk_size,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
     )
     signature = describe(operands, options)
     if cu_seqlens is not None:
@@ -355,7 +365,7 @@ def _add(operands: dict[str, Array], **named: Array | None) -> None:
 
 
 def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
-    """Put the gate's parameters among the operands; what is left of it."""
+    """Put the gate's parameters among the operands; what is left of it, or None without a gate."""
     if gate is None:
         return None
     if not isinstance(gate, (SoftplusGate, BoundedGate)):
@@ -364,35 +374,3 @@ def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
         raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
     _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
     return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)
-
-
-def _rule_call(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array | None,
-    beta: Array | None,
-    erase: Array | None,
-    write: Array | None,
-    initial_state: Array | None,
-    cu_seqlens: Array | None,
-    segment_ids: Array | None,
-    mask: Array | None,
-    gate: Gate | None,
-    options: Options,
-) -> tuple[dict[str, Array], Options]:
-    operands = {"q": q, "k": k, "v": v}
-    _add(
-        operands,
-        g=g,
-        beta=beta,
-        erase=erase,
-        write=write,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
-        mask=mask,
-    )
-    if gate is not None:
-        options = options._replace(gate=_gate(operands, gate))
-    return operands, options

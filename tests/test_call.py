@@ -54,6 +54,7 @@ def _rule(
     check_values=False,
     output_states_every=None,
     backend=None,
+    sharding=None,
 ): ...
 
 

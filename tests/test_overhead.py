@@ -8,12 +8,13 @@ import time
 import pytest
 from conftest import make
 
-from portable_gdn import api, door
-from portable_gdn.spec.problem import Options
+import portable_gdn as pg
+from portable_gdn.parallel import calls
+from portable_gdn.spec.problem import Result
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_the_door_costs_less_than_20_microseconds(framework, packed):
+def test_the_door_costs_less_than_20_microseconds(framework, packed, monkeypatch):
     x = framework.arrays(make(B=1, state=True))
     bounds = [0, 10, 40] if packed else None
     x["initial_state"] = (
@@ -28,22 +29,11 @@ def test_the_door_costs_less_than_20_microseconds(framework, packed):
 
         bounds = torch.tensor(bounds)
 
+    monkeypatch.setattr(calls, "run", lambda problem, backend: Result(None, None, None))
+
     def enter():
-        return door.normalise(
-            *api._rule_call(
-                *operands,
-                None,
-                None,
-                state,
-                bounds,
-                None,
-                None,
-                None,
-                Options(None, True, False, None, None, None, "kv", False),
-            ),
-            None,
-            False,
-        )
+        q, k, v, g, beta = operands
+        pg.gated_delta_rule(q, k, v, g, beta=beta, initial_state=state, output_final_state=True, cu_seqlens=bounds)
 
     enter()
     medians = []

@@ -63,7 +63,7 @@ def _like(x: Mapping[str, Any]) -> Tensor:
 
 def _step(s: Signature, p: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
     rows = [None if a is None else a[:, 0].unflatten(1, (s.H, a.shape[2] // s.H)) for a in p[:6]]
-    o, state = one_token(xp, ChunkOperands(*rows, S.unflatten(1, (s.H, -1))), s.scale)
+    o, state = one_token(xp, ChunkOperands.of(rows, S.unflatten(1, (s.H, -1))), s.scale)
     o = o.flatten(1, 2)
     return o if s.step else o[:, None], state.flatten(1, 2)
 
@@ -87,7 +87,7 @@ def _plan(q: Tensor, cu_seqlens: Any, starts: Tensor | None) -> _Plan | None:
     if cu_seqlens is None and starts is None:
         return None
     bounds, cuts = (None if a is None else on_host(a) for a in (cu_seqlens, starts))
-    begin, end, state, fresh, last = place(*q.shape[:2], bounds, cuts)
+    begin, end, state, fresh, last = place(q.shape[0], q.shape[1], bounds, cuts)
     length = end - begin
     order = np.argsort(-length, kind="stable")
     on_device = lambda a: torch.as_tensor(a, device=q.device)  # noqa: E731
@@ -106,20 +106,18 @@ def _product(a: Tensor, b: Tensor, name_a: str, name_b: str) -> Tensor:
 
 _ALGEBRA = Algebra(xp, _product)
 
-Operands = tuple[Tensor | None, ...]  # q, k, v, g, b, w
-
 
 def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states, by the road that fits the caller: eager, compiled or transformed."""
-    operands = (p.q, p.k, p.v, p.g, p.b, p.w)
+    x = ChunkOperands.of(p[:6], S)
     if p.q.is_meta:  # shapes alone: where sequences begin is not there to be read
-        return _operation(*operands, S, None, None, s.scale, size)
+        return _operation(*x.rows, S, None, None, s.scale, size)
     if torch.compiler.is_compiling():
-        return _operation(*operands, S, bounds, p.starts, s.scale, size)
+        return _operation(*x.rows, S, bounds, p.starts, s.scale, size)
     plan = _plan(p.q, bounds, p.starts)
     if torch._C._are_functorch_transforms_active():  # its own gradient is not for torch.func; plain operations are
-        return _forward(operands, S, plan, s.scale, size)[:2]
-    return _Rule.apply(*operands, S, plan, s.scale, size)
+        return _forward(x, plan, s.scale, size)[:2]
+    return _Rule.apply(*x.rows, S, plan, s.scale, size)
 
 
 def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, int, int]]:
@@ -140,7 +138,8 @@ class _Rows:
         rows, self.first, self.count = round_
         self.size = 1 << (self.count - 1).bit_length()
         self.plan, self.heads = plan, like.shape[2]
-        self.index = self.valid = None
+        self.index: Tensor | None = None
+        self.valid: Any = None
         if plan is not None:
             token = self.first + np.arange(self.count)
             valid = token[None, :] < plan.length[:rows, None]
@@ -179,10 +178,13 @@ class _Rows:
 
 
 def _forward(
-    x: Operands, S: Tensor, plan: _Plan | None, scale: float, size: int, keep: bool = False
+    x: ChunkOperands, plan: _Plan | None, scale: float, size: int, keep: bool = False
 ) -> tuple[Tensor, Tensor, list[Any]]:
-    """The loop. Without ``keep`` it consists of operations that torch can differentiate by itself."""
-    q, v = x[0], x[2]
+    """The loop over all tokens' operands: o, the final states, and with ``keep`` what the backward pass needs.
+
+    Without ``keep`` it consists of operations that torch can differentiate by itself.
+    """
+    q, v, S = x.q, x.v, x.S
     B, T = q.shape[:2]
     if plan is not None:
         S = S[plan.state]
@@ -196,12 +198,13 @@ def _forward(
         if round_[0] < S.shape[0]:  # sequences that have ended keep their states
             ended.append(S[round_[0] :])
             S = S[: round_[0]]
-        out, after, saved = chunkwise.forward_chunk(_ALGEBRA, ChunkOperands(*map(rows.read, x), S), scale)
+        out, after, saved = chunkwise.forward_chunk(_ALGEBRA, ChunkOperands.of(map(rows.read, x.rows), S), scale)
         if keep:
             kept.append((rows, S, saved))
         out = rows.back(out)
         parts.append(out if plan is None else out[rows.valid])
         if plan is not None:
+            assert rows.index is not None
             places.append(rows.index[rows.valid])
         S = after
     final = torch.cat([S, *ended[::-1]]).flatten(1, 2)
@@ -214,17 +217,17 @@ def _forward(
 
 
 def _backward(
-    x: Operands, S: Tensor, plan: _Plan | None, scale: float, kept: list[Any], dO: Tensor, dS: Tensor
+    x: ChunkOperands, plan: _Plan | None, scale: float, kept: list[Any], dO: Tensor, dS: Tensor
 ) -> list[Tensor | None]:
-    """Cotangents of the operands and of the given states."""
-    heads = x[0].shape[2]
-    grads = [None if a is None else torch.zeros_like(a, memory_format=torch.contiguous_format) for a in x]
+    """Cotangents of the operands that have a row for each token, and of the given states."""
+    heads = x.q.shape[2]
+    grads = [None if a is None else torch.zeros_like(a, memory_format=torch.contiguous_format) for a in x.rows]
     if plan is not None:
         dS = dS.new_zeros((len(plan.begin), *dS.shape[1:])).index_copy(0, plan.last, dS)
     dS = dS.unflatten(1, (heads, -1)).clone()
     for rows, before, saved in reversed(kept):
         count = before.shape[0]
-        part = ChunkOperands(*map(rows.read, x), before)
+        part = ChunkOperands.of(map(rows.read, x.rows), before)
         d = chunkwise.backward_chunk(_ALGEBRA, part, scale, saved, rows.read(dO), dS[:count])
         rows.write(grads[0], d.q.sum(2, keepdim=True))
         rows.write(grads[1], d.k.sum(2, keepdim=True))
@@ -237,7 +240,7 @@ def _backward(
     dS = dS.flatten(1, 2)
     if plan is not None:
         given = torch.where(plan.fresh, torch.zeros_like(dS), dS)
-        dS = torch.zeros_like(S, memory_format=torch.contiguous_format).index_add(0, plan.state, given)
+        dS = torch.zeros_like(x.S, memory_format=torch.contiguous_format).index_add(0, plan.state, given)
     return [*grads, dS]
 
 
@@ -246,11 +249,11 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        *x, S, plan, scale, size = inputs
+        *x, plan, scale, size = inputs
         keep = any(ctx.needs_input_grad)
-        o, final, kept = _forward(tuple(x), S, plan, scale, size, keep)
+        o, final, kept = _forward(ChunkOperands(*x), plan, scale, size, keep)
         if keep:
-            ctx.save_for_backward(*x, S)
+            ctx.save_for_backward(*x)
             ctx.kept, ctx.rest = kept, (plan, scale, size)
         return o, final
 
@@ -261,18 +264,18 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, dO: Any, dS: Any) -> Any:
-        *x, S = ctx.saved_tensors
         plan, scale, size = ctx.rest
         if not torch.is_grad_enabled():
-            return (*_backward(tuple(x), S, plan, scale, ctx.kept, dO, dS), None, None, None)
+            x = ChunkOperands(*ctx.saved_tensors)
+            return (*_backward(x, plan, scale, ctx.kept, dO, dS), None, None, None)
         # Somebody will differentiate the gradient: it must consist of operations that torch knows.
         # Views, since one tensor may stand in two places (beta erases and writes) and each is to get its own share.
-        *x, S = (None if a is None else a.view_as(a) for a in (*x, S))
-        wanted = [i for i, a in enumerate((*x, S)) if ctx.needs_input_grad[i]]
-        o, final, _ = _forward(tuple(x), S, plan, scale, size)
+        views: list[Any] = [None if a is None else a.view_as(a) for a in ctx.saved_tensors]
+        wanted = [i for i in range(len(views)) if ctx.needs_input_grad[i]]
+        o, final, _ = _forward(ChunkOperands(*views), plan, scale, size)
         pairs = [(y, d) for y, d in ((o, dO), (final, dS)) if y.requires_grad]
         found = torch.autograd.grad(
-            [y for y, _ in pairs], [(*x, S)[i] for i in wanted], [d for _, d in pairs], create_graph=True
+            [y for y, _ in pairs], [views[i] for i in wanted], [d for _, d in pairs], create_graph=True
         )
         grads: list[Any] = [None] * 10
         for i, d in zip(wanted, found, strict=True):
@@ -280,7 +283,8 @@ class _Rule(torch.autograd.Function):
         return tuple(grads)
 
 
-# torch.compile sees the rule as one opaque operation: traced, its loop would be unrolled.
+# torch.compile sees the rule as one opaque operation: traced, its loop would be unrolled. Such an operation takes every
+# tensor as a parameter of its own.
 
 
 @torch.library.custom_op("portable_gdn::rule", mutates_args=())
@@ -298,7 +302,7 @@ def _operation(
     size: int,
 ) -> tuple[Tensor, Tensor]:
     with float32_products(q.device.type):
-        o, final, _ = _forward((q, k, v, g, b, w), S, _plan(q, cu_seqlens, starts), scale, size)
+        o, final, _ = _forward(ChunkOperands(q, k, v, g, b, w, S), _plan(q, cu_seqlens, starts), scale, size)
     return o.contiguous(), final.clone(memory_format=torch.contiguous_format)
 
 
@@ -319,10 +323,10 @@ def _operation_backward(
     dS: Tensor,
 ) -> list[Tensor]:
     """Computes the forward pass again instead of saving from it."""
-    x, plan = (q, k, v, g, b, w), _plan(q, cu_seqlens, starts)
+    x, plan = ChunkOperands(q, k, v, g, b, w, S), _plan(q, cu_seqlens, starts)
     with float32_products(q.device.type):
-        kept = _forward(x, S, plan, scale, size, keep=True)[2]
-        return [a.contiguous() for a in _backward(x, S, plan, scale, kept, dO, dS) if a is not None]
+        kept = _forward(x, plan, scale, size, keep=True)[2]
+        return [a.contiguous() for a in _backward(x, plan, scale, kept, dO, dS) if a is not None]
 
 
 register_gradient(_operation, _operation_backward, constants=2)

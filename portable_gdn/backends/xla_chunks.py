@@ -86,7 +86,7 @@ def _run(
         o, state = _step(s, p, S)
     else:
         table = _table(s, size, operands.get("cu_seqlens"), every)
-        x = ChunkOperands(*p[:6], S, p.starts)
+        x = ChunkOperands.of(p[:6], S, p.starts)
         o, state, states = _rule(_Program(s, size, emulate, every), x, table)
     if states is not None:  # [T // every, B, ..], or of packed sequences [T // every, 1, ..]
         states = swap_state(jnp, s, jnp.swapaxes(states, 0, 1))
@@ -98,7 +98,7 @@ def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
     rows = [None if a is None else jnp.reshape(a[:, 0], (s.B, s.H, a.shape[2] // s.H, a.shape[3])) for a in p[:6]]
     S5 = jnp.reshape(S, (s.B, s.H, s.HV // s.H, s.K, s.V))
     contract = _contract_few if not s.symbolic and s.B <= 2 else weighted_sum
-    o, state = one_token(jnp, ChunkOperands(*rows, S5), s.scale, contract)
+    o, state = one_token(jnp, ChunkOperands.of(rows, S5), s.scale, contract)
     return jnp.reshape(o, (s.B, s.HV, s.V)), jnp.reshape(state, S.shape)
 
 
@@ -274,8 +274,8 @@ def _rule(program: _Program, x: ChunkOperands, table: Array) -> tuple[Array, Arr
 def _rule_forward(program: _Program, x: ChunkOperands, table: Array, keep: bool = True) -> Any:
     reached = None
     if x.starts is not None:
-        rows, S, reached = isolation.clean(x[:6], x.S, x.starts)
-        x = ChunkOperands(*rows, S, x.starts)
+        rows, S, reached = isolation.clean(x.rows, x.S, x.starts)
+        x = ChunkOperands.of(rows, S, x.starts)
     o, S, states, saved = _forward(program, x, table, keep)
     if reached is not None:
         o, S = isolation.mark(o, S, reached)
@@ -309,13 +309,13 @@ def _rule_backward(program: _Program, kept: Any, cotangents: tuple[Array, Array,
         new = (jnp.sum(q, 2, keepdims=True), jnp.sum(k, 2, keepdims=True), *rest)
         return (tuple(map(window.write, grads, new)), window.put(dS, d.S)), None
 
-    zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x[:6]), dS)
+    zeros = varying_like(tuple(None if a is None else jnp.zeros_like(a) for a in x.rows), dS)
     (grads, dS), _ = lax.scan(step, (zeros, dS), (tuple(table.T), saved), reverse=True)
     grads = [None if a is None else a[:, : s.T] for a in grads]
     dS = jnp.reshape(dS, (s.N, s.HV, s.K, s.V))
     if affected is not None:
         grads, dS = isolation.mark_gradients(grads, dS, affected)
-    return ChunkOperands(*grads, dS, None), None
+    return ChunkOperands.of(grads, dS), None
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
@@ -330,9 +330,8 @@ def _at_least(x: ChunkOperands, size: int) -> tuple[ChunkOperands, int]:
         return x, length
     else:
         length = size
-    rows = (None if a is None else _longer(a, length) for a in (*x[:6], x.starts))
-    *rows, starts = rows
-    return ChunkOperands(*rows, x.S, starts), length
+    *rows, starts = (None if a is None else _longer(a, length) for a in (*x.rows, x.starts))
+    return ChunkOperands.of(rows, x.S, starts), length
 
 
 def _longer(a: Array, length: int) -> Array:
@@ -346,4 +345,4 @@ def _chunk(window: _Windows, x: ChunkOperands, S: Array) -> ChunkOperands:
     starts = None
     if x.starts is not None:
         starts = (window._slice(x.starts) & window.counts)[:, None, None, :, None]
-    return ChunkOperands(*map(window.read, x[:6]), S, starts)
+    return ChunkOperands.of(map(window.read, x.rows), S, starts)

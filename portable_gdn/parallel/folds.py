@@ -24,7 +24,7 @@ Axes = tuple[str, ...]
 
 
 def product(a: Array, b: Array) -> Array:
-    """Of matrices in float32: the maps of many pieces are multiplied, and so are their errors."""
+    """The product of matrices in float32: the maps of many pieces are multiplied, and so are their errors."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

@@ -21,9 +21,9 @@ from ..spec.jax_tracing import own_settings
 from ..spec.operands import WITH_TOKENS
 from ..spec.problem import Options, Result
 from ..spec.sequences import layout
-from .calls import Call
 from .heads import own_heads, own_key_heads
 from .placement import role_of
+from .split_call import Call
 from .tokens import run_piece, tokens_each
 
 __all__ = ["run_shards"]

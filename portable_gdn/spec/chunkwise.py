@@ -6,7 +6,7 @@ transpose of the forward by hand; ``math`` names follow ``docs/algorithm.md``. S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import stages as st
@@ -36,6 +36,17 @@ class ChunkOperands(NamedTuple):
     w: Array | None
     S: Array
     starts: Array | None = None
+
+    @property
+    def rows(self) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
+        """q, k, v, g, b and w: what has a row for each token."""
+        return self[:6]
+
+    @classmethod
+    def of(cls, rows: Iterable[Array | None], S: Array, starts: Array | None = None) -> ChunkOperands:
+        """The operands from q, k, v, g, b and w in this order, the state, and the starts of segments."""
+        q, k, v, g, b, w = rows
+        return cls(q, k, v, g, b, w, S, starts)
 
 
 class Saved(NamedTuple):

@@ -74,7 +74,7 @@ def probe_prepared(algebra: Algebra, s: Signature, p: Prepared, size: int, chunk
                 filling = xp.zeros_like(xp.broadcast_to(cut[:, :1], (B, size - cut.shape[1], 1, 1)))
                 cut = xp.concat([cut, filling], axis=1)
             begin = xp.reshape(cut, (B, 1, 1, size, 1))
-        stages = chunk(ChunkOperands(*part, S, begin))
+        stages = chunk(ChunkOperands.of(part, S, begin))
         S = stages["state"][1]
         found.append({name: tuple(whole(a) for a in parts) for name, parts in stages.items()})
     return {
