@@ -1,4 +1,4 @@
-"""``verify --devices``: calls split over rows, heads and tokens of virtual CPU devices, and faults that it must find."""
+"""``verify --devices``: calls split over rows, heads and tokens of virtual CPU devices, and faults that it finds."""
 
 from __future__ import annotations
 
