@@ -25,7 +25,7 @@ def test_layers_on_meshes(tmp_path):
             where = (family, kind, seen)
             # Sums of the projections run in another order, and decays add up over the tokens.
             assert max(seen["y"], seen["state"], seen["step"]) < 2e-5, where
-            assert seen["gradient"] < 5e-5, where
+            assert seen["gradient"] < 3e-4, where  # a gradient that is not summed, or summed twice, is off by half
             assert seen["state is split by"] == str((("data", "fsdp"), "tensor")), where
             assert seen["largest part of q_proj"] * 4 == seen["q_proj"], where
             assert set(seen["kinds"]) <= {"all-gather", "all-reduce", "collective-permute"}, where
