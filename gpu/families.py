@@ -13,6 +13,7 @@ __all__ = [
     "Rule",
     "chunk_size",
     "family",
+    "fused_norm",
     "may_reset",
     "one_token",
     "operand_dtype",
@@ -115,6 +116,11 @@ def one_token(s: Signature) -> bool:
 def may_reset(s: Signature) -> bool:
     """Whether a gate of this call can be a reset; where none can, none is looked for (it would wait for the device)."""
     return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
+
+
+def fused_norm(s: Signature) -> bool:
+    """Whether FLA's kernels compute a call's output norm, unless torch.compile traces it or z is wider than q, k, v."""
+    return s.norm is not None and not s.deterministic
 
 
 class Rule(NamedTuple):

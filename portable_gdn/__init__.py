@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import (
         BoundedGate,
+        GatedRMSNorm,
         MixerState,
         RuleStates,
         ShortConv,
         SoftplusGate,
         explain,
         gated_delta_mixer,
+        gated_delta_mixer_step,
         gated_delta_rule,
         gated_delta_rule_step,
     )
@@ -34,12 +36,14 @@ _HOME = {
     **dict.fromkeys(
         (
             "BoundedGate",
+            "GatedRMSNorm",
             "MixerState",
             "RuleStates",
             "ShortConv",
             "SoftplusGate",
             "explain",
             "gated_delta_mixer",
+            "gated_delta_mixer_step",
             "gated_delta_rule",
             "gated_delta_rule_step",
         ),
@@ -57,6 +61,7 @@ _HOME = {
 __all__ = [
     "Backend",
     "BoundedGate",
+    "GatedRMSNorm",
     "GdnError",
     "MixerState",
     "Problem",
@@ -70,6 +75,7 @@ __all__ = [
     "__version__",
     "explain",
     "gated_delta_mixer",
+    "gated_delta_mixer_step",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "register_backend",

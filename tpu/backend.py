@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..backends.xla_backend import BACKEND as XLA
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
-from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
+from ..spec.precision import DEFAULT, FAST, HIGHEST, NORM_INPUTS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .chips import target
 from .kernels.pipelined.backward_plan import describe_gradients
@@ -100,7 +100,8 @@ class Pallas(Backend):
     def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
         chip = target()
-        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}"
+        norm = "" if signature.norm is None else "; output norm and gate, and their gradients: xla"
+        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}{norm}"
 
     def _interpret(self) -> Any:
         return False
@@ -149,7 +150,10 @@ class Pallas(Backend):
         names = (
             _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
         )
-        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature, here).C)
+        found = {name: format for name, format in kept.items() if name in names}
+        if signature.norm is not None and signature.dtype != "float32" and signature.precision != "highest":
+            found |= dict.fromkeys(NORM_INPUTS, signature.dtype)
+        return Rounding(found, plan(signature, here).C)
 
 
 class Alone(Pallas):

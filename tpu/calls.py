@@ -141,9 +141,9 @@ def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands
     p = e.training.forward
 
     def kernel(operands: Operands) -> tuple[Outputs, Operands]:
-        if isinstance(p, Pipeline):
-            return by_pipeline(e.signature, p, e.interpret, operands)
-        return by_plain_kernel(e, p, operands, ("S",))
+        out, kept = _before_norm(e, p, operands, ("S",))
+        o, *states = out
+        return (_normed(e.signature, operands, o), *states), kept if e.signature.norm is None else {**kept, "o": o}
 
     def elsewhere(operands: Operands) -> tuple[Outputs, Operands]:
         kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
@@ -213,10 +213,27 @@ def _chosen(e: Execution, kernel: Callable[..., Any], elsewhere: Callable[..., A
 
 
 def _by_kernel(e: Execution, operands: Operands) -> Outputs:
-    p = e.forward
+    (o, *states), _ = _before_norm(e, e.forward, operands)
+    return _normed(e.signature, operands, o), *states
+
+
+def _before_norm(
+    e: Execution, p: Pipeline | Plan, operands: Operands, probe: tuple[str, ...] = ()
+) -> tuple[Outputs, Operands]:
+    """The call without its output norm, and what its chunks leave to the backward pass.
+
+    Of 16-bit inputs the norm reads an output of as many bits, unless products round nothing.
+    """
+    s = e.signature
+    if s.norm is not None:
+        s = replace(s, norm=None, dtype="float32" if s.precision == "highest" else s.dtype)
     if isinstance(p, Pipeline):
-        return by_pipeline(e.signature, p, e.interpret, operands)[0]
-    return by_plain_kernel(e, p, operands)[0]
+        return by_pipeline(s, p, e.interpret, operands)
+    return by_plain_kernel(e.of(s), p, operands, probe)
+
+
+def _normed(s: Signature, operands: Operands, o: Array) -> Array:
+    return o if s.norm is None else finish(jnp, s, operands, o)
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
@@ -251,6 +268,10 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     assert e.training is not None
     dO, dS, d_conv_state = cotangents
     p = e.training.backward
+    of_norm: Operands = {}
+    if s.norm is not None:
+        dO, of_norm = _through_norm(s, operands, kept["o"], dO)
+        kept = {name: a for name, a in kept.items() if name != "o"}
     before = inside(s, e.chip, e.interpret, operands)
     starts = reached = None
     if before is not None:
@@ -301,7 +322,14 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     state = d.S
     if reached is not None:
         (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state)) | of_norm
+
+
+def _through_norm(s: Signature, operands: Operands, o: Array, dy: Array) -> tuple[Array, Operands]:
+    """The cotangent of the rule's output o, and those of the norm's operands, from that of the normed one."""
+    some = {name: operands[name] for name in ("z", "norm_weight") if name in operands}
+    plain = lambda o, some: finish(jnp, s, {**operands, **some}, o)  # noqa: E731
+    return jax.vjp(plain, o.astype(jnp.float32), some)[1](dy)
 
 
 def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:

@@ -92,7 +92,7 @@ def _taken_apart(call: Call, operands: Operands) -> Operands:
         return operands
     found = {}
     for name, a in operands.items():
-        axis = 2 if name == "qkv" else _CONV_CHANNELS.get(name)
+        axis = -1 if name == "qkv" else _CONV_CHANNELS.get(name)
         if axis is None:
             found[name] = a
             continue
@@ -219,6 +219,7 @@ def _conv_states_of_keys(call: Call, x: Operands) -> list[Array]:
     found = []
     for part in "qk":
         a, before = x[part], x.get(f"conv_state.{part}")
+        a = a[:, None] if call.signature.step else a
         place = layout(jnp, a, x.get("cu_seqlens"), x.get("segment_ids"), x.get("mask"))
         given = None if before is None else before.astype(jnp.float32)
         found.append(final_state(jnp, a.astype(jnp.float32), place, given, conv.width))

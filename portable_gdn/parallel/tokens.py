@@ -18,7 +18,7 @@ from ..door import normalise
 from ..spec.errors import bad
 from ..spec.jax_tracing import varying_like
 from ..spec.problem import ConvKind, Options, Result, Signature
-from ..spec.prologue import prepare, swap_state
+from ..spec.prologue import normed, prepare, swap_state
 from ..spec.transition import apart, widened, widened_state
 from .folds import entering_states, product
 
@@ -79,7 +79,7 @@ def run_piece(
     given = x.get("initial_state")
     zeros = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x["g"] if "g" in x else x["q"])
     first = zeros if given is None else swap_state(jnp, s, given)
-    conv_state = None
+    conv_state, whole = None, x
     if s.conv is not None:
         before = _before(s, place, x, bounds)
         conv_state = _last_inputs(s, place, x, bounds)
@@ -116,6 +116,8 @@ def run_piece(
         entered, final = _packed(place, bounds, t, first, enters)
         o = o + jnp.einsum("bthk,hkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
     state = swap_state(jnp, s, final) if s.output_final_state else None
+    if s.norm is not None:
+        o = normed(jnp, s, whole, o)
     return Result(o.astype(s.dtype), state, conv_state)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "ConvKind",
     "GateKind",
     "Meta",
+    "NormKind",
     "Options",
     "Problem",
     "Result",
@@ -48,6 +49,13 @@ class ConvKind(NamedTuple):
     channels: int
 
 
+class NormKind(NamedTuple):
+    """The output norm of a mixer call, RMS norm over a value head; activation of its gate z, or None without one."""
+
+    eps: float
+    activation: str | None
+
+
 class Options(NamedTuple):
     """What the caller asked for beside the operands; the defaults are those of ``gated_delta_rule``."""
 
@@ -63,6 +71,7 @@ class Options(NamedTuple):
     conv_activation: str | None = None
     num_heads: int | None = None  # mixer only: key heads H
     key_dim: int | None = None  # mixer with one array only: K
+    norm: NormKind | None = None  # mixer only
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +106,7 @@ class Signature:
     deterministic: bool
     step: bool
     conv: ConvKind | None
+    norm: NormKind | None = None
 
     def __post_init__(self) -> None:
         key = tuple(getattr(self, f.name) for f in fields(self))

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from .errors import GdnError, bad
+from .norm import ACTIVATIONS
 from .operands import GATES, OPERANDS
 from .precision import PRECISIONS
-from .problem import ConvKind, Meta, Options, Signature
+from .problem import ConvKind, Meta, NormKind, Options, Signature
 from .variants import Granularity, Variant
 
 __all__ = ["check_boundaries", "make_signature"]
@@ -73,6 +74,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         assert conv is not None
         _expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
         _dtype(meta, "conv_state")
+    _output_norm(meta, options.norm, (B, *time, HV, V), f"[B, {token}HV")
     if K < 1 or V < 1 or H < 1 or HV < 1:
         raise GdnError(
             f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1."
@@ -102,6 +104,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         deterministic=bool(options.deterministic),
         step=options.step,
         conv=conv,
+        norm=options.norm,
     )
 
 
@@ -162,13 +165,15 @@ def _mixer_dims(
     gates = [name for name in GATES if name in meta]
     if not gates:
         raise GdnError("g, beta, erase and write are all None; a mixer call needs one of them to know its value heads.")
-    if len(meta[gates[0]].shape) < 3:
-        raise bad(gates[0], f"of shape {_shape(meta[gates[0]].shape)}", "have at least 3 dimensions, [B, T, HV]")
-    HV = meta[gates[0]].shape[2]
+    lead, token = (1, "") if options.step else (2, "T, ")  # axes before the heads
+    if len(meta[gates[0]].shape) <= lead:
+        form = f"have at least {lead + 1} dimensions, [B, {token}HV]"
+        raise bad(gates[0], f"of shape {_shape(meta[gates[0]].shape)}", form)
+    HV = meta[gates[0]].shape[lead]
     if HV < 1 or HV % H:
         raise bad(gates[0], f"for {HV} value heads", f"have a positive multiple of num_heads = {H} of them")
     if fused:
-        B, T, channels = _rank(meta, "qkv", "[B, T, channels]")
+        B, *time, channels = _rank(meta, "qkv", f"[B, {token}channels]")
         K = options.key_dim
         if not isinstance(K, int) or K < 1:
             raise bad(
@@ -181,20 +186,22 @@ def _mixer_dims(
             )
         V = rest // HV
     else:
-        B, T, width = _rank(meta, "q", "[B, T, H * K]")
-        _expect(meta, "k", (B, T, width), "[B, T, H * K] like q")
-        v = _rank(meta, "v", "[B, T, HV * V]")
-        if tuple(v[:2]) != (B, T):
-            raise bad("v", f"of shape {_shape(v)}", f"agree with q in B and T, [{B}, {T}, HV * V]")
-        if width % H or v[2] % HV or not width or not v[2]:
+        B, *time, width = _rank(meta, "q", f"[B, {token}H * K]")
+        _expect(meta, "k", (B, *time, width), f"[B, {token}H * K] like q")
+        v = _rank(meta, "v", f"[B, {token}HV * V]")
+        if tuple(v[:-1]) != (B, *time):
+            raise bad(
+                "v", f"of shape {_shape(v)}", f"agree with q in all but channels, {_shape((B, *time))[:-1]}, HV * V]"
+            )
+        if width % H or v[-1] % HV or not width or not v[-1]:
             raise GdnError(
-                f"q has {width} and v {v[2]} channels; "
+                f"q has {width} and v {v[-1]} channels; "
                 f"they must be positive multiples of num_heads = {H} and HV = {HV}."
             )
-        K, V = width // H, v[2] // HV
+        K, V = width // H, v[-1] // HV
         if options.key_dim not in (None, K):
             raise bad("key_dim", repr(options.key_dim), f"be None or {K}, the channels of q divided by num_heads")
-        channels = 2 * width + v[2]
+        channels = 2 * width + v[-1]
     dtype = _common_dtype(meta, ("qkv",) if fused else ("q", "k", "v"))
     weight = meta["conv_weight"].shape
     if len(weight) not in (2, 3) or (len(weight) == 3 and weight[1] != 1) or weight[0] != channels or weight[-1] < 1:
@@ -208,6 +215,7 @@ def _mixer_dims(
     _dtype(meta, "conv_weight", "conv_bias")
     if options.conv_activation not in (None, "silu"):
         raise bad("conv.activation", repr(options.conv_activation), "be 'silu' or None")
+    T = time[0] if time else 1
     return ConvKind(weight[-1], options.conv_activation, fused, channels), (B, T, H, HV, K, V), dtype
 
 
@@ -297,6 +305,40 @@ def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups
                 f"of shape {_shape(shape)}",
                 f"have shape [HV * n] = [{HV * groups}] or [HV, n] = [{HV}, {groups}]",
             )
+
+
+def _output_norm(meta: Mapping[str, Meta], norm: NormKind | None, shape: tuple[int, ...], form: str) -> None:
+    """The norm's parameters and its gate, against the shape of the output."""
+    *lead, HV, V = shape
+    if norm is None:
+        if "z" in meta:
+            raise bad("z", "given without output_norm", "come with output_norm=portable_gdn.GatedRMSNorm(...)")
+        return
+    if not isinstance(norm.eps, Real) or not 0 < norm.eps < math.inf:
+        raise bad("output_norm.eps", repr(norm.eps), "be a finite number above 0")
+    if norm.activation not in (None, *ACTIVATIONS):
+        raise bad("output_norm.activation", repr(norm.activation), "be None, 'silu' or 'sigmoid'")
+    if norm.activation is None and "z" in meta:
+        raise bad("z", "given with output_norm.activation None", "be left out of a norm without a gate")
+    if norm.activation is not None and "z" not in meta:
+        raise bad(
+            "z",
+            f"None with output_norm.activation {norm.activation!r}",
+            f"be an array {form}, V]; a norm without a gate has activation None",
+        )
+    if "norm_weight" in meta:
+        given = tuple(meta["norm_weight"].shape)
+        if given != (V,):
+            raise bad("output_norm.weight", f"of shape {_shape(given)}", f"have shape [V] = [{V}]")
+    if "z" in meta:
+        given = tuple(meta["z"].shape)
+        if given not in (shape, (*lead, HV * V)):
+            raise bad(
+                "z",
+                f"of shape {_shape(given)}",
+                f"have shape {form}, V] = {_shape(shape)} or {form} * V] = {_shape((*lead, HV * V))}",
+            )
+    _dtype(meta, "z", "norm_weight")
 
 
 def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, int, int, int]) -> None:
