@@ -1,0 +1,46 @@
+"""What a decoder keeps of the tokens before: keys and values of attention, states of the mixers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..api import MixerState
+
+__all__ = ["KV", "Cache"]
+
+Array = Any
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values of a layer, [B, L, Hkv, D]; L is fixed, places after the last token hold zeros."""
+
+    k: Array
+    v: Array
+
+    def with_tokens(self, k: Array, v: Array, start: Array | int) -> KV:
+        """The same with those of new tokens, [B, T, Hkv, D], from place ``start`` on."""
+        put = jax.lax.dynamic_update_slice_in_dim
+        return KV(put(self.k, k.astype(self.k.dtype), start, 1), put(self.v, v.astype(self.v.dtype), start, 1))
+
+
+class Cache(NamedTuple):
+    """A pytree of fixed shapes, as ``Decoder.init_cache`` makes it and every call returns it anew."""
+
+    layers: tuple[KV | MixerState, ...]
+    """Of each layer: KV [B, L, Hkv, D], or the mixer's state, float32, of a size that no token changes."""
+    seen: Array
+    """[B, L] bool: places that hold a token and no padding."""
+    used: Array
+    """int32 scalar: places that are filled, padding among them."""
+
+    @property
+    def length(self) -> int:
+        """L, for how many tokens there is room."""
+        return self.seen.shape[1]
+
+    def positions(self) -> Array:
+        """[B] int32: how many unpadded tokens each row holds, which is the next one's position."""
+        return jnp.sum(self.seen, axis=1, dtype=jnp.int32)
