@@ -76,21 +76,11 @@ def generate(
     graph, weights = nnx.split(model)
     room = -(-(ids.shape[1] + max_new_tokens) // ROOM) * ROOM
     logits, cache = _prefill(graph, weights, ids, mask, room)
-    return Generated(
-        *_continue(
-            graph,
-            weights,
-            logits,
-            cache,
-            key,
-            jnp.float32(temperature or 1.0),
-            None if top_p is None else jnp.float32(top_p),
-            stops,
-            max_new_tokens,
-            temperature == 0,
-            top_k,
-        )
+    drawing = jnp.float32(temperature or 1.0), None if top_p is None else jnp.float32(top_p)
+    tokens, lengths, _ = _continue(
+        graph, weights, logits, cache, key, *drawing, stops, int(max_new_tokens), temperature == 0, top_k
     )
+    return Generated(tokens, lengths)
 
 
 @partial(jax.jit, static_argnames=("graph", "room"))
@@ -114,8 +104,9 @@ def _continue(
     count: int,
     greedy: bool,
     top_k: int | None,
-) -> tuple[Array, Array]:
-    """Tokens [B, count] and lengths [B] from the prompts' last logits on."""
+) -> tuple[Array, Array, Cache]:
+    """Tokens [B, count], lengths [B] from the prompts' last logits on, and the cache, which takes the given one's place
+    in memory."""
 
     def choose(n: Array | int, logits: Array, last: Array, done: Array) -> tuple[Array, Array]:
         token = pick(logits, jax.random.fold_in(key, n), greedy, temperature, top_k, top_p)
@@ -137,8 +128,8 @@ def _continue(
     token, done = choose(0, logits, jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool))
     tokens = jnp.zeros((B, count), jnp.int32).at[:, 0].set(token)
     carry = (jnp.int32(1), token, cache, done, tokens, jnp.ones((B,), jnp.int32))
-    n, token, _, _, tokens, lengths = jax.lax.while_loop(more, step, carry)
-    return jnp.where(jnp.arange(count) < n, tokens, token[:, None]), lengths  # where all stopped before the end
+    n, token, cache, _, tokens, lengths = jax.lax.while_loop(more, step, carry)
+    return jnp.where(jnp.arange(count) < n, tokens, token[:, None]), lengths, cache  # where all stopped before the end
 
 
 def _left_padded(mask: Array) -> Array:
