@@ -145,7 +145,7 @@ class Fla(Backend):
 
 
 class FlaInterpret(Fla):
-    """The same kernels by Triton's interpreter, on CPU tensors: for proof, not for speed."""
+    """FLA's kernels by Triton's interpreter, on CPU tensors: for proof, not for speed."""
 
     name = "fla-interpret"
     auto = False

@@ -33,7 +33,7 @@ __all__ = ["Operands", "chunked", "fitted", "imported", "normalised", "recurrent
 
 
 class Operands(NamedTuple):
-    """Of the bare rule: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, n]; b and w [B, T, HV, ...] or None.
+    """Operands of the bare rule: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, n]; b and w [B, T, HV, ...] or None.
 
     b and w are the erase and the write gate; where the call has a beta, b [B, T, HV, 1] is both, and w is None.
     """
@@ -46,7 +46,7 @@ class Operands(NamedTuple):
     w: Tensor | None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Operands:
-        """The same of what f makes of each."""
+        """The operands that f makes of these; those that are None stay None."""
         return Operands._make(None if a is None else f(a) for a in self)
 
 

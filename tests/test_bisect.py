@@ -374,14 +374,14 @@ def test_stages_of_single_steps_alone_are_no_pass():
 def test_a_fault_in_the_tpu_kernel_is_found_at_its_stage(under_test):
     """One of the functions that the Pallas kernel is made of is wrong."""
     from portable_gdn.tpu.backend import Interpreted
-    from portable_gdn.tpu.kernels import stages as own
+    from portable_gdn.tpu.kernels.plain import stages as own
 
     class Faulty(Interpreted):
         name = "under test"
         priority = 99
 
-    def state(mm, k, Vn, G, count, S):
-        return own.state(mm, k, Vn, G, count, S) * 1.001
+    def state(mm, k, Vn, decays, S):
+        return own.state(mm, k, Vn, decays, S) * 1.001
 
     names = ("decay", "scores", "inverse", "wy", "delta", "output", "state")
     faulty = SimpleNamespace(**{**{name: getattr(own, name) for name in names}, "state": state})

@@ -18,7 +18,7 @@ import portable_gdn as pg
 from portable_gdn import dispatch
 from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
-from portable_gdn.harness import environment, randoms
+from portable_gdn.harness import compute, environment, randoms
 from portable_gdn.harness.cases import Case, build, cases_named, designed
 from portable_gdn.harness.compare import compare
 from portable_gdn.harness.compute import Settings, backend_for
@@ -410,14 +410,11 @@ def test_two_recordings(recording, tmp_path, under_test):
     assert "computes none of the" in refused("compare", recording, other)
 
 
-def test_what_a_library_is_known_to_get_wrong_travels_with_the_recording(tmp_path, under_test):
+def test_what_a_library_is_known_to_get_wrong_travels_with_the_recording(tmp_path, under_test, monkeypatch):
     """The machine that compares need not have that library, nor that version of it."""
-
-    class Known(Changed):
-        def known(self, case):
-            return "library 1.0 rounds twice there: error 0.2" if case == "five tokens" else None
-
-    under_test(Known(FAULTS["dg negative"]))
+    known = {("under test", "five tokens"): "library 1.0 rounds twice there: error 0.2"}
+    monkeypatch.setattr(compute, "library_fault", lambda backend, case: known.get((backend, case), ""))
+    under_test(Changed(FAULTS["dg negative"]))
     path = tmp_path / "known.safetensors"
     run("record", "-b", "under test", "--case", "tokens", "-o", path)
     dispatch.unregister_backend("under test")

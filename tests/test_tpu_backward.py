@@ -25,7 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 from portable_gdn.tpu import backend  # noqa: E402
 from portable_gdn.tpu.calls import KEPT  # noqa: E402
 from portable_gdn.tpu.chips import CHIPS  # noqa: E402
-from portable_gdn.tpu.kernels import decays  # noqa: E402
+from portable_gdn.tpu.kernels.common import decay_factors as decays  # noqa: E402
 
 NAME = "pallas-interpret"
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")

@@ -13,15 +13,16 @@ from portable_gdn.spec.problem import Meta, Options
 from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET
 from portable_gdn.tpu.chips import COMMON
-from portable_gdn.tpu.pipeline_plan import UNITS, Inside, pipeline
-from portable_gdn.tpu.plan import CHUNK
+from portable_gdn.tpu.kernels.common.tiles import CHUNK
+from portable_gdn.tpu.kernels.pipelined.geometry import Inside
+from portable_gdn.tpu.kernels.pipelined.plan import UNITS, pipeline
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from portable_gdn.spec.gates import activate_gate  # noqa: E402
-from portable_gdn.tpu.kernels import decays  # noqa: E402
-from portable_gdn.tpu.kernels.inside import channel_decay  # noqa: E402
+from portable_gdn.tpu.kernels.common import decay_factors as decays  # noqa: E402
+from portable_gdn.tpu.kernels.pipelined.prologue import channel_decay  # noqa: E402
 
 LONG = {"K": CHUNK, "V": CHUNK, "T": UNITS * CHUNK + 88, "H": 1, "HV": 2, "dtype": "bfloat16"}
 NAME = "pallas-interpret"

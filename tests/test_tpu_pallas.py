@@ -27,13 +27,14 @@ from portable_gdn.spec.problem import Options
 from portable_gdn.spec.stages import STAGES, Algebra
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS_INTERPRET, Interpreted
 from portable_gdn.tpu.chips import COMMON, VMEM_LIMIT
-from portable_gdn.tpu.plan import plan
+from portable_gdn.tpu.kernels.plain.plan import plan
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from portable_gdn.tpu.kernels import stages as kernel_stages  # noqa: E402
-from portable_gdn.tpu.kernels.dot import KernelProduct  # noqa: E402
+from portable_gdn.tpu.kernels.common.products import KernelProduct  # noqa: E402
+from portable_gdn.tpu.kernels.common.registers import square_indices  # noqa: E402
+from portable_gdn.tpu.kernels.plain import stages as kernel_stages  # noqa: E402
 from portable_gdn.tpu.table import BEGIN, BLOCK, END, FIRST, FLAGS, FRESH, LAST, SLOT, WORDS, chunk_table  # noqa: E402
 
 NAME = "pallas-interpret"
@@ -134,9 +135,9 @@ def decay_twice(g):
     return 2 * G, count
 
 
-def scores_masked_after_exp(mm, q, k, b, G, count, scale):
-    row, column = kernel_stages._square(k.shape[-2])
-    D = jnp.exp(G - kernel_stages.across_lanes(G)) * (row >= column)
+def scores_masked_after_exp(mm, q, k, b, decays, scale):
+    row, column = square_indices(k.shape[-2])
+    D = jnp.exp(decays.sum - kernel_stages.across_lanes(decays.sum)) * (row >= column)
     strict = (row > column).astype(jnp.float32)
     return (
         b * mm.right_transposed(k, k, "k", "k") * D * strict,
@@ -149,12 +150,12 @@ def resets_not_counted(g):
     return G, 0 * count
 
 
-def state_transposed(mm, k, Vn, G, count, S):
-    return jnp.swapaxes(kernel_stages.state(mm, k, Vn, G, count, S), -1, -2)
+def state_transposed(mm, k, Vn, decays, S):
+    return jnp.swapaxes(kernel_stages.state(mm, k, Vn, decays, S), -1, -2)
 
 
 def powers_in_the_inverse(mm, Akk):
-    row, column = kernel_stages._square(Akk.shape[-1])
+    row, column = square_indices(Akk.shape[-1])
     X, P, n = jnp.where(row == column, 1.0, -Akk), -Akk, 1
     while n < Akk.shape[-1] // 2:
         P = mm(P, P, "A", "A")

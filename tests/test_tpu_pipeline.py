@@ -19,14 +19,14 @@ from portable_gdn.spec.rules import make_signature
 from portable_gdn.tpu import tiling
 from portable_gdn.tpu.backend import INTERPRETER, PALLAS, PALLAS_INTERPRET
 from portable_gdn.tpu.chips import COMMON
-from portable_gdn.tpu.pipeline_plan import UNITS, pipeline
-from portable_gdn.tpu.plan import CHUNK
-from portable_gdn.tpu.reverse_plan import reverse_plan
+from portable_gdn.tpu.kernels.common.tiles import CHUNK
+from portable_gdn.tpu.kernels.pipelined.backward_plan import reverse_plan
+from portable_gdn.tpu.kernels.pipelined.plan import UNITS, pipeline
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from portable_gdn.tpu.kernels import phases  # noqa: E402
+from portable_gdn.tpu.kernels.pipelined import gates  # noqa: E402
 
 LONG = {"K": CHUNK, "V": CHUNK, "T": UNITS * CHUNK + 88, "H": 1, "HV": 2, "dtype": "bfloat16"}
 NAME = "pallas-interpret"
@@ -374,9 +374,9 @@ def test_its_own_states_and_outputs_are_probed(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("of", "stage", "chunk"), [("into", "state", 1), ("before", "delta", 0)])
 def test_a_fault_in_the_pipeline_is_found_at_its_stage(of, stage, chunk, monkeypatch):
-    real = phases._gates
+    real = gates.gates_of_chunks
     wrong = lambda p, g, b: [a._replace(**{of: getattr(a, of) * 1.5}) for a in real(p, g, b)]  # noqa: E731
-    monkeypatch.setattr(phases, "_gates", wrong)
+    monkeypatch.setattr(gates, "gates_of_chunks", wrong)
     jax.clear_caches()
     try:
         where, _, _ = parting(Case("long", **{**LONG, "T": 300}))

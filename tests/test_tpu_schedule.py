@@ -656,7 +656,7 @@ def test_the_command_line(tmp_path):
     for more, words in (
         (["--op", "step"], "'xla' runs a step"),
         (["--op", "backward", "--dtype", "float16"], "cannot load float16"),
-        (["--fused", "--variant", "delta"], "--fused is for --op forward and variants with a decay"),
+        (["--fused", "--variant", "delta"], "--fused is for --op forward or backward of variants with a decay"),
         (["--chip", "v9"], "must be one of v4"),
         (["--heads", "0"], "--heads is 0; it must be at least 1"),
         (["--heads", "3", "--value-heads", "4"], "multiple"),
@@ -698,8 +698,8 @@ def test_a_call_is_built_from_its_dimensions(op, variant, fused, sequences):
         ("forward", "gdn", False, {"sequences": -1}, "--sequences is -1; it must be at least 0"),
         ("forward", "gdn", False, {"sequences": 2, "batch": 2}, "sequences are packed in one row"),
         ("forward", "grouped", False, {"groups": 3}, "--groups is 3; it must divide --key-dim, which is 64"),
-        ("backward", "gdn", True, {}, "--fused is for --op forward"),
-        ("forward", "delta", True, {}, "--fused is for --op forward and variants with a decay"),
+        ("step", "gdn", True, {}, "--fused is for --op forward or backward"),
+        ("forward", "delta", True, {}, "--fused is for --op forward or backward of variants with a decay"),
     ],
 )
 def test_what_there_is_no_call_of_is_refused(op, variant, fused, change, words):

@@ -17,9 +17,9 @@ from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .chips import target
-from .pipeline_plan import describe
-from .plan import TABLE_LIMIT, backward_plan, plan
-from .reverse_plan import describe_gradients
+from .kernels.pipelined.backward_plan import describe_gradients
+from .kernels.pipelined.plan import describe
+from .kernels.plain.plan import TABLE_LIMIT, backward_plan, plan
 
 if TYPE_CHECKING:
     from .execution import Execution
@@ -55,19 +55,19 @@ class Pallas(Backend):
     elsewhere: tuple[str, str] | None = ("tpu", "xla")
 
     def __init__(self, stages: Any = None) -> None:
-        """``stages``: another module of the functions in ``kernels.stages``, to test what a fault in one does."""
+        """``stages``: another module of the functions in ``kernels.plain.stages``, to test what a fault in one does."""
         self._stages = stages
 
     @cached_property
     def alone(self) -> Pallas:
-        """The same without ``elsewhere``: what runs where it is asked for by name."""
+        """This backend without ``elsewhere``: what runs where it is asked for by name."""
         return self if self.elsewhere is None else Alone(self._stages)
 
     @property
     def stages(self) -> Any:
         """The functions that the kernel is made of."""
         if self._stages is None:
-            from .kernels import stages
+            from .kernels.plain import stages
 
             return stages
         return self._stages
@@ -159,7 +159,7 @@ class Alone(Pallas):
 
 
 class Interpreted(Pallas):
-    """The same kernel by Pallas' interpreters, on whatever XLA runs on."""
+    """The kernels by Pallas' interpreters, on whatever XLA runs on."""
 
     name = "pallas-interpret"
     auto = False

@@ -20,14 +20,19 @@ from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
 from .execution import Execution, Outputs
-from .kernels.backward import RuleGradients, backward
-from .kernels.forward import forward
-from .kernels.reverse import reverse
+from .kernels.common.gate_widths import widths
+from .kernels.common.gradients import Cotangents, Kept, RuleGradients
+from .kernels.common.tiles import CHUNK
+from .kernels.pipelined.backward import ReverseOperands, reverse
+from .kernels.pipelined.backward_plan import Reverse
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.plain.backward import backward
+from .kernels.plain.blocks import Making, PlainOperands
+from .kernels.plain.forward import forward
+from .kernels.plain.plan import Plan
 from .lowering import kernel_or_else
-from .pipeline_plan import Pipeline
 from .pipelined import by_pipeline
-from .plan import CHUNK, Plan, widths
-from .reverse_plan import Reverse
+from .prologue import inside
 from .segments import marked, separated
 
 __all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
@@ -67,6 +72,7 @@ def _with_states_every(e: Execution, every: int, operands: Operands) -> tuple[Ou
         line = e.with_states
         assert line is not None
         (o, state, conv_state), kept = by_pipeline(replace(s, output_final_state=True), line, e.interpret, operands)
+        assert state is not None
         before = swap_state(jnp, s, jnp.reshape(kept["S"], (s.B, line.blocks, *kept["S"].shape[1:])))
         chunks = every // CHUNK  # those after a chunk are those before the next one, or the last
         found = jnp.concatenate([before, state[:, None]], 1)[:, chunks : s.T // CHUNK + 1 : chunks]
@@ -110,7 +116,7 @@ def _forward(e: Execution, operands: Operands) -> Any:
     """The call, and what the backward pass needs beside the operands."""
     if e.training is None:
         return _call(e, operands), (operands, None)
-    out, kept = _keeping(e, operands)
+    out, kept = _call_with_kept(e, operands)
     return out, (operands, {name: checkpoint_name(a, KEPT) for name, a in kept.items()})
 
 
@@ -129,7 +135,7 @@ _call.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
-def _keeping(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
+def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
     """The call, and what its chunks leave to the backward pass."""
     assert e.training is not None
     p = e.training.forward
@@ -148,11 +154,11 @@ def _keeping(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
 
 
 @own_settings
-def _keeping_backward(e: Execution, operands: Operands, cotangents: Any) -> Any:
+def _call_with_kept_backward(e: Execution, operands: Operands, cotangents: Any) -> Any:
     return ({**dict.fromkeys(operands), **_pull_other(e, operands, cotangents[0])},)
 
 
-_keeping.defvjp(lambda *args: (_keeping(*args), args[-1]), _keeping_backward)
+_call_with_kept.defvjp(lambda *args: (_call_with_kept(*args), args[-1]), _call_with_kept_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,24 +219,24 @@ def _by_kernel(e: Execution, operands: Operands) -> Outputs:
     return by_plain_kernel(e, p, operands)[0]
 
 
-def _rule_operands(s: Signature, p: Plan, x: Prepared) -> tuple[Array, ...]:
+def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
     """q, k, v and the gates as the plain kernels take them."""
     # What the products would round anyway is rounded before it travels; v only where it is exact.
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
     g = jnp.repeat(x.g, p.widths.decay // x.g.shape[-1], axis=-1)  # many groups are computed channel by channel
     gates = [a for a in (g, x.b, None if p.widths.shared else x.w) if a is not None]
-    return x.q.astype(keys), x.k.astype(keys), x.v.astype(values), gates
+    return PlainOperands(x.q.astype(keys), x.k.astype(keys), x.v.astype(values), tuple(gates))
 
 
 def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str, ...] = ()) -> tuple[Outputs, Operands]:
-    """A call by the plain kernel, and by name what it is asked to show of each chunk (``kernels.forward.PROBED``)."""
+    """A call by the plain kernel, and by name what it shows of each chunk (``kernels.plain.forward.PROBED``)."""
     s = e.signature
     x, reached = separated(prepare(jnp, s, operands))
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S
     bounds = operands.get("cu_seqlens")
     rule = _rule_operands(s, p, x)
-    o, state, stage = forward(p, *rule, S, bounds, interpret=e.interpret, stages=e.stages, probe=probe)
+    o, state, stage = forward(p, rule, S, bounds, Making(e.interpret, e.stages), probe)
     o, state = marked(o, state, reached)
     return (
         finish(jnp, s, operands, o),
@@ -243,14 +249,24 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
     s, bounds = e.signature, operands.get("cu_seqlens")
     assert e.training is not None
-
-    def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
-        x = prepare(jnp, s, {**operands, **smooth})
-        return x._replace(starts=None), x.starts
-
-    x, pull, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
-    x, reached = separated(x._replace(starts=starts))
     dO, dS, d_conv_state = cotangents
+    p = e.training.backward
+    before = inside(s, e.chip, e.interpret, operands)
+    starts = reached = None
+    if before is not None:
+        names, keys, values = _rule_dtypes(p)
+        x = before.prepared(names, keys, values)
+        pull = before.pulled
+        d_conv_state = d_conv_state if s.output_final_state else None  # else nobody is given that state
+    else:
+
+        def before_the_rule(smooth: Operands) -> tuple[Prepared, Array | None]:
+            x = prepare(jnp, s, {**operands, **smooth})
+            return x._replace(starts=None), x.starts
+
+        x, pull_smooth, starts = jax.vjp(before_the_rule, _smooth(operands), has_aux=True)
+        pull = lambda d: pull_smooth(d)[0]  # noqa: E731
+        x, reached = separated(x._replace(starts=starts))
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
     if dO.dtype == jnp.float32 and s.precision != "highest":
@@ -258,17 +274,25 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, starts, reached)
-    p, dtypes = e.training.backward, _gradient_dtypes(s)
+    dtypes = _gradient_dtypes(s)
     d: RuleGradients
     if isinstance(p, Reverse):
-        keys = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
-        held = (kept[name] for name in ("S", "M", "u"))
-        d = reverse(p, *keys, x.g[..., 0], x.b[..., 0], *held, dO, dS, dtypes=dtypes, interpret=e.interpret)
+        assert x.b is not None
+        q, k = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
+        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0])
+        d = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
     else:
-        rule = _rule_operands(s, p, x)
-        d = backward(p, *rule, kept, dO, dS, bounds, dtypes=dtypes, interpret=e.interpret, stages=e.stages)
-    q, k, v, g, *rest = (_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in (*d[:3], *d.gates))
-    g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
+        made_of = Making(e.interpret, e.stages)
+        d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)
+    # The prologue's own kernel leaves out tokens of no sequence by itself.
+    channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
+    g, *rest = d.gates
+    rest = [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
+    if before is None or before.gate_plan is None:  # else its kernel leaves such tokens out, too
+        g = _where_sequences_are(s, bounds, g).astype(jnp.float32)
+    q, k, v = channels
+    if g.shape != x.g.shape:
+        g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
     b = w = None
     if x.b is not None:
         b = rest.pop(0)
@@ -277,7 +301,15 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     state = d.S
     if reached is not None:
         (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))[0]
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))
+
+
+def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
+    """Which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
+    if isinstance(p, Reverse):
+        return "qk", jnp.bfloat16, jnp.bfloat16
+    of = {2: jnp.bfloat16, 4: jnp.float32}
+    return "qkv", of[p.q_bytes], of[p.v_bytes]
 
 
 def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
@@ -289,7 +321,8 @@ def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
-    """Of q and k, and of v, as they leave the kernel: the operands', unless something lies before the rule."""
+    """Dtypes of the gradients of q and k, and of v, as they leave the kernel: the operands', unless something lies
+    before the rule."""
     operand = jnp.dtype(s.dtype)
     values = jnp.float32 if s.conv is not None else operand
     return (jnp.float32 if s.qk_l2norm else values), values

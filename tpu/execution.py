@@ -10,10 +10,13 @@ from typing import Any
 
 from ..spec.problem import Signature
 from .chips import Chip
-from .kernels import stages as own_stages
-from .pipeline_plan import Pipeline, pipeline
-from .plan import CHUNK, Plan, backward_plan, plan, widths
-from .reverse_plan import Reverse, reverse_plan
+from .kernels.common.gate_widths import widths
+from .kernels.common.tiles import CHUNK
+from .kernels.pipelined.backward_plan import Reverse, reverse_plan
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.pipelined.plan import pipeline
+from .kernels.plain import stages as own_stages
+from .kernels.plain.plan import Plan, backward_plan, plan
 
 __all__ = ["Execution", "Other", "Outputs", "Training"]
 
@@ -41,7 +44,7 @@ class Execution:
         signature: the call.
         chip: the one that the plans are for.
         interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
-        stages: the functions that the kernels are made of; other ones than ``kernels.stages`` test what a fault does.
+        stages: the functions that plain kernels are made of; other ones than ``plain.stages`` test what a fault does.
         other: what the lowering takes for anything but a TPU, and where XLA partitions the program, if ``choose``; and
             what is differentiated for second derivatives, and where there is no backward kernel for the call.
         choose: leave it to the lowering which of both to take, unless interpreted.
@@ -102,5 +105,5 @@ class Execution:
         return pipeline(self.signature, self.chip, keeps) if self.own else None
 
     def of(self, signature: Signature) -> Execution:
-        """The same for another call."""
+        """The execution of another call by the same chip and mode."""
         return replace(self, signature=signature)

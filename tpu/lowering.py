@@ -27,6 +27,8 @@ _REMEDY = (
 )
 _chosen = Primitive("gated_delta_kernel")
 _chosen.multiple_results = True
+#: Both programs are of plain arrays, which newer releases of jax want to be told.
+_chosen.is_high = lambda *args, **params: False  # type: ignore[method-assign, assignment]
 
 
 def kernel_or_else(kernel: Callable[..., Any], elsewhere: Callable[..., Any] | None, *args: Any) -> Any:
@@ -53,12 +55,12 @@ def _of_leaves(function: Callable[..., Any], tree: Any) -> Callable[..., Any]:
     return lambda *flat: function(*jax.tree.unflatten(tree, flat))
 
 
-@_chosen.def_abstract_eval
+@_chosen.def_abstract_eval  # type: ignore[untyped-decorator]
 def _shapes(*args: Any, kernel: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
     return kernel.out_avals
 
 
-@_chosen.def_impl
+@_chosen.def_impl  # type: ignore[untyped-decorator]
 def _evaluate(*args: Array, kernel: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
     here = kernel if elsewhere is None or jax.default_backend() == "tpu" else elsewhere
     return jaxpr_as_fun(here)(*args)

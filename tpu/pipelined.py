@@ -12,9 +12,11 @@ from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
 from .execution import Outputs
-from .kernels.inside import HISTORY, tap_rows
-from .kernels.pipeline import Channels, GateOperands, forward
-from .pipeline_plan import Pipeline, prepared_outside
+from .kernels.pipelined.blocks import Channels, GateOperands, Prologue, TokenOperands
+from .kernels.pipelined.forward import forward
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.pipelined.plan import prepared_outside
+from .kernels.pipelined.prologue import HISTORY, tap_rows
 from .segments import marked, separated
 
 __all__ = ["by_pipeline"]
@@ -29,7 +31,7 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     Everything is in the kernel, and outside are reshapes; with a mask or segments the specification's prologue comes
     first.
     """
-    conv_state = taps = past = reached = None
+    conv_state = prologue = reached = None
     channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
     flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
     outside = prepared_outside(s)
@@ -46,11 +48,14 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
         keys = {2: jnp.bfloat16, 4: jnp.float32}[p.k_bytes]  # as the products would round them
         given |= {name: given[name].astype(keys) for name in "qk"}
     whole = Channels(x["qkv"], 0) if "qkv" in x and not outside else None
-    q, k, v = (
-        Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
-        for name, first in channels.items()
+    tokens = TokenOperands(
+        *(
+            Channels(flat(given[name]), 0) if whole is None else whole._replace(first=first)
+            for name, first in channels.items()
+        )
     )
     if p.inside.width:
+        assert s.conv is not None
         width, total = s.conv.width, s.conv.channels
         rows = [jnp.reshape(x["conv_weight"], (total, width)).T, x.get("conv_bias", jnp.zeros(total))[None]]
         weight = jnp.concatenate([a.astype(jnp.float32) for a in rows]) * (0.5 if p.inside.silu else 1.0)
@@ -63,13 +68,16 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
             first += a.shape[-1]
         conv_state = jnp.concatenate(conv_state, -1)
         before = jnp.pad(before, ((0, 0), (HISTORY - width + 1, 0), (0, 0)))
-        taps, past = ([Channels(a, first) for first in channels.values()] for a in (weight, before))
+        taps, past = (
+            (Channels(a, channels["q"]), Channels(a, channels["k"]), Channels(a, channels["v"]))
+            for a in (weight, before)
+        )
+        prologue = Prologue(taps, past)
     gates = _gate_operands(s, p, g, b, w, x)
     if S is None and (p.starts or not p.packed):
-        S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), v.array)
-    o, state, kept = forward(
-        p, q, k, v, gates, S, x.get("cu_seqlens"), taps=taps, past=past, dtype=s.dtype, interpret=interpret
-    )
+        S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), tokens.v.array)
+    bounds = x.get("cu_seqlens")
+    o, state, kept = forward(p, tokens, gates, S, bounds, prologue=prologue, dtype=s.dtype, interpret=interpret)
     o, state = marked(o, state, reached)
     if not p.whole_steps:
         kept = {name: jnp.reshape(a, (-1, *a.shape[2:])) for name, a in kept.items()}

@@ -14,11 +14,11 @@ from ..spec.prologue import prepare, swap_state
 from ..spec.stages import STAGES
 from .calls import by_plain_kernel
 from .execution import Execution
-from .kernels.forward import PROBED
-from .pipeline_plan import Pipeline
+from .kernels.pipelined.backward_plan import reverse_plan
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.plain.forward import PROBED
+from .kernels.plain.plan import plan
 from .pipelined import by_pipeline
-from .plan import plan
-from .reverse_plan import reverse_plan
 
 __all__ = ["probe"]
 

@@ -26,8 +26,9 @@ def separated(x: Prepared) -> tuple[Prepared, Array | None]:
     if x.starts is None:
         return x, None
     S = jnp.zeros((x.g.shape[0], 1, 1, 1), x.g.dtype) if x.S is None else x.S
-    (q, k, v, g, b, w), S, reached = isolation.clean((x.q, x.k, x.v, x.g, x.b, x.w), S, x.starts)
-    g = jnp.where(x.starts[:, :, None, None], -jnp.inf, g)
+    (q, k, v, decay, b, w), S, reached = isolation.clean((x.q, x.k, x.v, x.g, x.b, x.w), S, x.starts)
+    assert decay is not None
+    g = jnp.where(x.starts[:, :, None, None], -jnp.inf, decay)
     return Prepared(q, k, v, g, b, w, None if x.S is None else S, x.starts, x.conv_state), reached
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .pipeline_plan import Pipeline
-from .plan import Plan
+from .kernels.pipelined.geometry import Pipeline
+from .kernels.plain.plan import Plan
 
 __all__ = ["BEGIN", "BLOCK", "END", "FIRST", "FLAGS", "FRESH", "LAST", "SLOT", "WORDS", "chunk_table"]
 
@@ -43,14 +43,14 @@ def chunk_table(p: Plan | Pipeline, cu_seqlens: Array | None) -> Array:
     ends = jnp.cumulative_sum(count, dtype=jnp.int32)
     index = jnp.arange(p.chunks, dtype=jnp.int32)
     slot = jnp.clip(jnp.searchsorted(ends, index, side="right"), 0, p.N - 1).astype(jnp.int32)
-    place = index - (ends - count)[slot]
+    own = index - (ends - count)[slot]
     # The table is as long as it may have to be. Spare entries go on behind the last sequence, which may end before T
     # (nobody could check it), and leave zeros there.
     spare = index >= ends[-1]
-    block = jnp.where(spare, (stop[-1] - 1) // p.C + 1 + index - ends[-1], start[slot] // p.C + place)
+    block = jnp.where(spare, (stop[-1] - 1) // p.C + 1 + index - ends[-1], start[slot] // p.C + own)
     block = jnp.clip(block, 0, p.blocks - 1)
     within = lambda bound: jnp.where(spare, 0, jnp.clip(bound[slot] - block * p.C, 0, p.C))  # noqa: E731
-    flags = jnp.where(spare, 0, FIRST * (place == 0) + LAST * (place == count[slot] - 1))
+    role = jnp.where(spare, 0, FIRST * (own == 0) + LAST * (own == count[slot] - 1))
     before = jnp.concatenate([jnp.full_like(block[:1], -1), block[:-1]])
-    entries = jnp.stack([block, within(start), within(stop), slot, flags + FRESH * (block != before)], 1)
-    return entries.astype(jnp.int32).ravel()
+    table = jnp.stack([block, within(start), within(stop), slot, role + FRESH * (block != before)], 1)
+    return table.astype(jnp.int32).ravel()

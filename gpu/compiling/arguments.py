@@ -159,7 +159,7 @@ def _sized(param: Any, value: Any, kind: str | None, divisible: bool, one: bool)
 
 
 def _number(param: Any, value: Any, kind: str | None) -> Argument:
-    """As a launch specialises a value."""
+    """The argument that a launch makes of a number: its type, and what it specialises on."""
     annotated = param.annotation_type
     if isinstance(value, bool | float):
         kind = annotated or kind or ("i1" if isinstance(value, bool) else "fp32")

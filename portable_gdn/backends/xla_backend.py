@@ -85,7 +85,7 @@ class Xla(Backend):
 
 
 class Emulated(Xla):
-    """The same with the roundings of a TPU's matrix unit, to predict its error where there is none."""
+    """``xla`` with the roundings of a TPU's matrix unit, to predict its error on a machine without one."""
 
     auto = False
     emulates = True

@@ -38,7 +38,7 @@ class Adapter:
         return self._whole("rank_pattern", "r", module)
 
     def alpha(self, module: str) -> float | None:
-        """Its alpha, the same way."""
+        """The alpha of a module's adapter, by its pattern or else for all; None where the configuration has none."""
         found = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
         if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
             raise bad(f"{self.where / CONFIG}'s lora_alpha of {module}", repr(found), "be a number")

@@ -43,7 +43,7 @@ def _plain(handle: int) -> bool:
 
 
 def _read(handle: int, data: memoryview, at: int) -> int:
-    """As many bytes as one call gives."""
+    """Read into ``data`` from this place of the file; how many bytes one call gave."""
     if not hasattr(os, "preadv"):
         os.lseek(handle, at, os.SEEK_SET)
         return os.readv(handle, [data])

@@ -200,7 +200,7 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
 
 
 def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
-    """As ``_target``, for adapters: in our tree, or on another family's layers."""
+    """Where an adapter goes: into our tree, or onto another family's layers. ``_target`` is for whole models."""
     slots = source.lora.slots if source.lora is not None else Slots()
     if to in TREES:
         return with_factors(jax_dialect(source.family), slots), None, {"lora": True}

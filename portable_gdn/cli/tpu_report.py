@@ -22,7 +22,7 @@ def tpu_report(
     op: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = "forward",
     variant: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "gdn",
     groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
-    fused: Annotated[bool, typer.Option(help="With the convolution, the l2norm and the gates inside.")] = False,
+    fused: Annotated[bool, typer.Option(help="The mixer: with the convolution, the l2norm and the gates.")] = False,
     precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
     batch: Annotated[int, typer.Option()] = Shape().batch,
     seqlen: Annotated[int, typer.Option()] = Shape().seqlen,

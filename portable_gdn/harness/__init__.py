@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .properties import check
+    from .fuzz import check
 
 __all__ = ["check"]
 
@@ -13,6 +13,6 @@ __all__ = ["check"]
 def __getattr__(name: str) -> Any:
     if name != "check":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .properties import check
+    from .fuzz import check
 
     return check

@@ -18,7 +18,7 @@ __all__ = ["Bisected", "bisect"]
 
 
 def _unseen(case: CaseComparison) -> str:
-    """Of a case whose results differ and whose stages do not: what that means."""
+    """What it means that the results of a case differ and its stages do not."""
     wrong = [t.tensor for t in case.tensors if not t.holds]
     lead = f"no stage parts, and yet {and_list(wrong)} {'does' if len(wrong) == 1 else 'do'}"
     if all(tensor.startswith("grad_") for tensor in wrong):

@@ -320,7 +320,7 @@ def compare_case(
 
 
 def _beyond(tensor: str, outcome: Outcome, e: Expectation, s: Signature, starts: np.ndarray | None) -> list[str]:
-    """Of a tensor beyond its budget: from which token on, in which heads, and what its values give away."""
+    """Sentences on a tensor beyond its budget: from which token on, in which heads, and what its values give away."""
     value, exact = outcome.tensors[tensor], e.exact[tensor]
     place = first_beyond(tensor, value, e, s, starts)
     said = [] if place is None else [str(place)]

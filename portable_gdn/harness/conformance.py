@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from .properties import PROPERTIES, check
+from .fuzz import check
+from .properties import PROPERTIES
 
 __all__ = ["test_case", "test_property"]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import dispatch
+from ..spec.backend import Backend
 from ..spec.errors import GdnError
 from .cases import Case
-from .properties import PROPERTIES, Refused, Void, attempt, cases
+from .properties import PROPERTIES, Refused, Violation, Void, attempt, cases
 
-__all__ = ["Failure", "Fuzzed", "fuzz", "reproducer"]
+__all__ = ["Failure", "Fuzzed", "check", "fuzz", "reproducer"]
 
 
 class Failure(NamedTuple):
@@ -220,3 +221,26 @@ def reproducer(failure: Failure, folder: Path) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+def check(backend: Backend | str, examples: int = 25, seed: int = 0, properties: Any = None) -> Counter[str]:
+    """Draw ``examples`` cases for every property and hold the backend to them; how many were computed, by property.
+
+    Args:
+        backend: a name, or an instance, which is registered for this process.
+        properties: names, instead of all.
+
+    Raises:
+        Violation: with the smallest case that was found to fail, in the order of ``PROPERTIES``.
+        GdnError: hypothesis is not installed, or the backend computes nothing at all.
+    """
+    if not isinstance(backend, str):
+        dispatch.register_backend(backend)
+        backend = backend.name
+    names = list(PROPERTIES if properties is None else properties)
+    found = fuzz(backend, cases=examples * len(names), seed=seed, properties=names, batch=examples)
+    for failure in found.failures:
+        raise Violation(f"{failure.property}: {failure.sentence}\n{failure.case!r}")
+    if not found.held.total():
+        raise GdnError(f"backend {backend!r} computes none of the calls that were drawn.")
+    return found.held

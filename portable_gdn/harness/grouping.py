@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from . import recordings
 from .cases import PACKED, Case
+from .row import Row
 from .statistics import and_list
-
-if TYPE_CHECKING:
-    from .verify import Row
 
 __all__ = ["Group", "groups"]
 

@@ -64,7 +64,7 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
     truths: dict[tuple[int, int], StageTruth] = {}
 
     def truth(run: Run, chunk: int) -> StageTruth:
-        """Of the first run, where both were given the same."""
+        """The exact stages of a run's operands; those of the first run, where both were given the same."""
         key = (0 if same or run is a else 1, chunk)
         if key not in truths:
             truths[key] = StageTruth(run.inputs, chunk)

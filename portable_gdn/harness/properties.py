@@ -9,7 +9,6 @@ design says to the bit, it is to the bit; else each result is held to the budget
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +28,7 @@ from .judge import ILL_CONDITIONED, Expectation, allowance, by_head, judge
 from .randoms import normal
 from .truth import Truth
 
-__all__ = ["PROPERTIES", "Refused", "Violation", "Void", "attempt", "cases", "check", "hold"]
+__all__ = ["PROPERTIES", "Refused", "Violation", "Void", "attempt", "cases", "hold"]
 
 Arrays = dict[str, Any]
 
@@ -65,7 +64,7 @@ def _run(backend: Backend, inputs: Inputs) -> Arrays:
 
 
 def _with_gradients(backend: Backend, inputs: Inputs) -> Arrays:
-    """The same, and gradients as grad_*."""
+    """The results of a call by name, and its gradients as grad_*."""
     try:
         return computed(backend, _problem(backend, inputs), inputs)
     except GdnError as error:
@@ -279,7 +278,7 @@ def scaling(backend: Backend, case: Case) -> None:
 
 
 def dtypes(backend: Backend, case: Case) -> None:
-    """The same values as float32 give no larger an error than in 16 bits."""
+    """Values in float32 give no larger an error than the very values in 16 bits."""
     if case.dtype == "float32" or case.layout == "step":
         raise Void
     inputs = build(case)
@@ -508,28 +507,3 @@ def hold(backend: Backend | str, name: str, case: Case) -> bool:
     except (Refused, Void):
         return False
     return True
-
-
-def check(backend: Backend | str, examples: int = 25, seed: int = 0, properties: Any = None) -> Counter[str]:
-    """Draw ``examples`` cases for every property and hold the backend to them; how many were computed, by property.
-
-    Args:
-        backend: a name, or an instance, which is registered for this process.
-        properties: names, instead of all.
-
-    Raises:
-        Violation: with the smallest case that was found to fail, in the order of ``PROPERTIES``.
-        GdnError: hypothesis is not installed, or the backend computes nothing at all.
-    """
-    from .fuzz import fuzz
-
-    if not isinstance(backend, str):
-        dispatch.register_backend(backend)
-        backend = backend.name
-    names = list(PROPERTIES if properties is None else properties)
-    found = fuzz(backend, cases=examples * len(names), seed=seed, properties=names, batch=examples)
-    for failure in found.failures:
-        raise Violation(f"{failure.property}: {failure.sentence}\n{failure.case!r}")
-    if not found.held.total():
-        raise GdnError(f"backend {backend!r} computes none of the calls that were drawn.")
-    return found.held

@@ -74,7 +74,7 @@ def by_token(name: str, a: np.ndarray, s: Signature) -> np.ndarray | None:
 def statistics(
     name: str, value: np.ndarray, exact: np.ndarray, s: Signature, chunk: int, starts: np.ndarray | None = None
 ) -> Statistics | None:
-    """Of the error of one tensor; None if it has no tokens.
+    """What stands out in the error of one tensor; None if it has no tokens.
 
     Args:
         chunk: tokens a chunk.

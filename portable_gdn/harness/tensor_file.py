@@ -151,7 +151,7 @@ class TensorFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor."""
+        """The shape of each tensor, by name."""
         return {name: entry[1] for name, entry in self._entries.items()}
 
     def __contains__(self, name: str) -> bool:

@@ -69,8 +69,10 @@ def call(
     pallas: Any = dispatch.get("pallas")
     if fused and not getattr(pallas, "inside", ()):
         raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
-    if fused and (op != "forward" or VARIANTS[variant][0] is None):
-        raise GdnError("--fused is for --op forward and variants with a decay: no other call has it all inside.")
+    if fused and (op == "step" or VARIANTS[variant][0] is None):
+        raise GdnError(
+            "--fused is for --op forward or backward of variants with a decay: no other call has kernels for all of it."
+        )
     given = operand_shapes(op, variant, shape)
     x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
     if op == "step":
@@ -78,7 +80,8 @@ def call(
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
 
     if fused:
-        return _mixer(shape, precision, {name: x[name] for name in GATES if name in x})
+        whole = _mixer(shape, precision, {name: x[name] for name in GATES if name in x})
+        return whole if op == "forward" else _training(*whole)
     if shape.sequences:
         x["cu_seqlens"] = jax.ShapeDtypeStruct((shape.sequences + 1,), jnp.int32)
         states = (shape.sequences, shape.value_heads, shape.key_dim, shape.value_dim)
@@ -132,6 +135,26 @@ def _mixer(shape: Shape, precision: str | None, gates: dict[str, Any]) -> tuple[
     return forward, (
         array(B, T, channels, of=dtype), gates, array(channels, 4), array(HV), array(*gates["g"].shape[2:]), *packed,
     )  # fmt: skip
+
+
+def _training(forward: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The output of a mixer and the gradients of all its float arguments, from the output's cotangent."""
+    import jax
+    import jax.numpy as jnp
+
+    floats = [i for i, a in enumerate(given) if isinstance(a, dict) or jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def both(given: tuple[Any, ...], cotangent: Any) -> Any:
+        def output(some: list[Any]) -> Any:
+            args = list(given)
+            for i, a in zip(floats, some, strict=True):
+                args[i] = a
+            return forward(*args)[0]
+
+        o, pull = jax.vjp(output, [given[i] for i in floats])
+        return o, pull(cotangent)[0]
+
+    return both, (given, jax.eval_shape(lambda *args: forward(*args)[0], *given))
 
 
 def tpu_reports(

@@ -113,7 +113,7 @@ class Torchax(Backend):
 
 
 def _platform(x: Any) -> str:
-    """Of a JAX array, or "traced" under a trace."""
+    """The platform that a JAX array lives on, or "traced" under a trace."""
     import jax
 
     return "traced" if isinstance(x, jax.core.Tracer) else next(iter(x.devices())).platform

@@ -32,13 +32,13 @@ class LayerOptions(TypedDict, total=False):
     beta_scale: float
     """2 lets the transition have negative eigenvalues: 1."""
     dtype: Any
-    """Of the computation; None is that of input and weights."""
+    """The dtype of the computation; None is that of input and weights."""
     param_dtype: Any
-    """Of the weights: float32. A_log and dt_bias are float32 always."""
+    """The dtype of the weights: float32. A_log and dt_bias are float32 always."""
     norm_dtype: Any
-    """Of the output norm's scale: float32."""
+    """The dtype of the output norm's scale: float32."""
     projection_precision: Any
-    """Of the projections' products (``jax.lax.Precision``). On a TPU None rounds float32 to bfloat16 there."""
+    """The precision of the projections' products (``jax.lax.Precision``); None rounds float32 to bfloat16 on a TPU."""
     precision: str | None
     """As in ``gated_delta_rule``."""
     backend: str | None

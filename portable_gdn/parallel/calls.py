@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..door import check_states_every, normalise, run, run_with_states
 from ..spec.errors import bad
-from ..spec.problem import Options, Problem, Result, Signature
+from ..spec.problem import Options, Problem, Result
 from ..watching import note
 from .placement import Split, split_of
 from .sharding import Sharding
+from .split_call import Call
 
-__all__ = ["Call", "compute", "run_split"]
+__all__ = ["compute", "run_split"]
 
 Array = Any
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that is split, without its arrays; hashable, so that it can be the static argument of a compiled function.
-
-    Attributes:
-        signature: the whole call.
-        options: as the caller gave them.
-        backend: the name that each device's call asks for, or None.
-        counts_axes: whether that backend may be traced where ``shard_map`` counts the axes that values vary over.
-        split: over which mesh, and how.
-        every: tokens between the states that are returned on the way, or None.
-    """
-
-    signature: Signature
-    options: Options
-    backend: str | None
-    counts_axes: bool
-    split: Split
-    every: int | None
 
 
 def compute(

@@ -93,8 +93,8 @@ def _as_asked(s: Signature, operands: Mapping[str, Array], sharding: Sharding) -
         for name in sharding.axes(role):
             if name not in mesh.axis_names:
                 known = ", ".join(map(repr, mesh.axis_names))
-                hint = did_you_mean(name, mesh.axis_names)
-                raise bad(f"sharding.{role}", repr(name), f"name axes of the mesh, which has {known}{hint}")
+                hint = did_you_mean(name, mesh.axis_names) or "."
+                raise GdnError(f"sharding.{role} is {name!r}, which is no axis of the mesh; its axes are {known}{hint}")
             if name in taken:
                 raise bad(
                     f"sharding.{role}",
@@ -115,10 +115,9 @@ def _current() -> Any:
 
 def _check_devices(s: Signature, operands: Mapping[str, Array], mesh: Any) -> None:
     """Refuse arrays that are bound to devices outside of the mesh."""
-    devices = getattr(mesh, "devices", None)
-    if s.traced or devices is None:
+    if s.traced or not isinstance(mesh, sys.modules["jax"].sharding.Mesh):  # abstract ones have no devices
         return
-    there = set(devices.flat)
+    there = set(mesh.devices.flat)
     for name, x in operands.items():
         if getattr(x, "committed", False) and x.devices() != there:
             kinds = sorted({device.platform for device in there})
@@ -193,6 +192,10 @@ def _not_by_itself(name: str, role: str | None, axes: Axes) -> str:
 def _check(s: Signature, split: Split) -> None:
     if split.batch and s.packed:
         raise bad("sharding.batch", repr(split.batch), "be None where cu_seqlens is given: its sequences share one row")
+    if split.sequence and s.conv is not None and not split.splits_keys(s):
+        n = split.parts("heads")
+        must = f"be a multiple of the {n} devices of sharding.heads in a mixer whose tokens sharding.sequence splits"
+        raise bad("H", s.H, must)
     for role, size, what in (("batch", s.B, "B"), ("heads", s.HV, "HV")):
         n = split.parts(role)
         if n == 1:

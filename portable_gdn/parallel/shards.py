@@ -6,6 +6,7 @@ q | k | v (weights, bias, state) is cut into those of q, k and v, each of which 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..door import normalise
 from ..spec.conv import final_state
 from ..spec.jax_tracing import own_settings
-from ..spec.problem import Result
+from ..spec.operands import WITH_TOKENS
+from ..spec.problem import Options, Result
 from ..spec.sequences import layout
-from .calls import Call
 from .heads import own_heads, own_key_heads
 from .placement import role_of
+from .split_call import Call
+from .tokens import run_piece, tokens_each
 
 __all__ = ["run_shards"]
 
@@ -41,6 +44,7 @@ def run_shards(call: Call, operands: Operands) -> tuple[Result, Array | None]:
         call: what is split, and how.
         operands: the whole arrays.
     """
+    operands = _in_whole_pieces(call, operands)
     parts = _taken_apart(call, operands)
     specs = {name: _spec(call, name, jnp.ndim(a)) for name, a in parts.items()}
     placed = {name: _placed(call, a, specs[name]) for name, a in parts.items()}
@@ -57,7 +61,22 @@ def run_shards(call: Call, operands: Operands) -> tuple[Result, Array | None]:
     if isinstance(conv_state, list):
         whole = _spec(call, "conv_state", 3)
         conv_state = _placed(call, jnp.concatenate([_placed(call, a, whole) for a in conv_state], axis=-1), whole)
-    return Result(found["o"], found["state"], conv_state), found["states"]
+    o = found["o"]
+    if call.split.sequence and o.shape[1] != call.signature.T:
+        o = o[:, : call.signature.T]
+    return Result(o, found["state"], conv_state), found["states"]
+
+
+def _in_whole_pieces(call: Call, operands: Operands) -> Operands:
+    """The operands with zeros behind their tokens, as many as make the pieces of all devices alike."""
+    s, split = call.signature, call.split
+    if not split.sequence:
+        return operands
+    parts = split.parts("sequence")
+    more = tokens_each(s, parts) * parts - s.T
+    widths = lambda a: [(0, 0), (0, more), *[(0, 0)] * (a.ndim - 2)]  # noqa: E731
+    how = lambda name: "edge" if name == "segment_ids" else "constant"  # noqa: E731
+    return {n: jnp.pad(a, widths(a), how(n)) if more and n in WITH_TOKENS else a for n, a in operands.items()}
 
 
 def _cut(call: Call) -> tuple[int, int]:
@@ -141,18 +160,33 @@ def _shard(call: Call, x: Operands) -> dict[str, Any]:
         x = _joined(x)
     if s.conv is not None:
         options = options._replace(num_heads=H, key_dim=s.K)
-    problem, chosen = normalise(x, options, call.backend)
     states = None
-    if call.every is None:
-        result = chosen.run(problem)
+    if split.sequence:
+        result = _piece(call, x, H, options)
     else:
-        result, states = chosen.run_with_states(problem, call.every)
+        problem, chosen = normalise(x, options, call.backend)
+        if call.every is None:
+            result = chosen.run(problem)
+        else:
+            result, states = chosen.run_with_states(problem, call.every)
     if split.heads and s.conv is not None:
         own = jnp.split(result.conv_state, (H * s.K, 2 * H * s.K), axis=-1)
         conv_state = own if conv_state is None else [*conv_state, own[2]]
     elif s.conv is not None:
         conv_state = result.conv_state
     return {"o": result.o, "state": result.state, "conv_state": conv_state, "states": states}
+
+
+def _piece(call: Call, x: Operands, H: int, options: Options) -> Result:
+    """This device's piece of the tokens."""
+    s, split = call.signature, call.split
+    HV, conv = s.HV // split.parts("heads"), s.conv
+    if conv is not None:
+        conv = conv._replace(channels=2 * H * s.K + HV * s.V, fused="qkv" in x)
+    size = tokens_each(s, split.parts("sequence"))
+    B, N = s.B // split.parts("batch"), s.N if s.packed else s.N // split.parts("batch")
+    own = replace(s, B=B, N=N, T=size, H=H, HV=HV, conv=conv, operands=tuple(x))
+    return run_piece(own, options, call.backend, x, split.sequence, s.T)
 
 
 def _joined(x: Operands) -> Operands:

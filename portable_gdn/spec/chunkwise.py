@@ -44,7 +44,7 @@ class ChunkOperands(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Array | None], S: Array, starts: Array | None = None) -> ChunkOperands:
-        """Of q, k, v, g, b and w in this order, and the rest."""
+        """The operands from q, k, v, g, b and w in this order, the state, and the starts of segments."""
         q, k, v, g, b, w = rows
         return cls(q, k, v, g, b, w, S, starts)
 

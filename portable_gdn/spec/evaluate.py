@@ -345,7 +345,7 @@ class AnotherOrder:
         return getattr(xp, name)
 
     def sum(self, x: np.ndarray, axis: int, keepdims: bool = False) -> np.ndarray:
-        """Like that of the array API, along one axis."""
+        """The sum of the array API, along one axis."""
         return np.sum(np.take(x, self._rng.permutation(x.shape[axis]), axis), axis=axis, keepdims=keepdims)
 
     def product(self, a: np.ndarray, b: np.ndarray, name_a: str, name_b: str) -> np.ndarray:

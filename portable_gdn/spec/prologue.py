@@ -60,7 +60,7 @@ def masked(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Ar
 
 
 def _real(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Array:
-    """The same in float32."""
+    """A real operand with tokens [B, T, ...] in float32, masked tokens 0 whatever they held."""
     return masked(xp, s, {**x, name: xp.astype(x[name], xp.float32, copy=False)}, name)
 
 

@@ -1,1 +1,1 @@
-"""Pallas kernels, one a file, and the functions on values that they are made of."""
+"""Pallas kernels for TPUs: ``common`` parts, ``plain`` kernels of every variant, ``pipelined`` ones for long rows."""

@@ -44,7 +44,8 @@ def analyse(
     times = dump.times()
     vmem = {operation.name: operation.vmem for operation in parse(compiled).operations}
     moved, left = moves(module)
-    kernels, others = [], []
+    kernels: list[Any] = []
+    others: list[Any] = []
     for operation in module.operations:
         if operation.opcode in _NOTHING:
             continue

@@ -197,7 +197,7 @@ class _Running:
         return self.process.poll() is not None or time.monotonic() - self.started > self.timeout
 
     def result(self) -> Schedule | GdnError:
-        """Its report, or its error."""
+        """The report of this program, or what is wrong with it."""
         try:
             return self._result()
         finally:

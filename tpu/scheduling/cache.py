@@ -21,7 +21,7 @@ ENVIRONMENT = "PORTABLE_GDN_CACHE"
 
 
 def folder() -> Path | None:
-    """Of the cache, which need not be there; None where none is to be kept."""
+    """The folder of the cache, which need not be there; None where none is to be kept."""
     chosen = os.environ.get(ENVIRONMENT)
     if chosen == "0":
         return None
@@ -33,14 +33,14 @@ def folder() -> Path | None:
 
 @cache
 def _code() -> bytes:
-    """Of what reads the compiler's files: a change there makes other reports."""
+    """A hash of the code that reads the compiler's files: a change there makes other reports."""
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "chips.json"]
     return b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
 
 
 def key(text: str, chip: str, grids: Mapping[str, Any], values: Any, versions: Mapping[str, str]) -> str:
-    """Of a module's text, and all else that a report depends on."""
+    """The name under which a report is kept: a hash of the module's text and all else that it depends on."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     what = json.dumps([text, chip, grids, values, versions, flags], sort_keys=True).encode()
     return hashlib.sha256(_code() + what).hexdigest()

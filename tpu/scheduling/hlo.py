@@ -170,7 +170,7 @@ def _after(text: str, start: str, end: str) -> str:
 
 
 def _vmem(rest: str) -> int:
-    """Of the memories that the compiler says it used, number 1."""
+    """Bytes of VMEM that the compiler says it used: that is its memory number 1."""
     used = _after(rest, '"used_scoped_memory_configs":[', "]")
     return sum(int(m[1]) for m in re.finditer(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', used))
 

@@ -58,7 +58,7 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
 
     calls: tuple[Call, ...] = ()
     # Nothing is stored for other versions to load: the newest form of a kernel is the one that would run.
-    before = jax.config.jax_export_ignore_forward_compatibility
+    before = jax.config.jax_export_ignore_forward_compatibility  # type: ignore[attr-defined]
     jax.config.update("jax_export_ignore_forward_compatibility", True)
     try:
         with on(chip):
@@ -99,7 +99,7 @@ def _of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
 
 
 def _named(traced: Any, grids: dict[str, Any] | None = None) -> Any:
-    """The same program, in which Pallas calls that were given no name have that of their kernel's function.
+    """A traced program, in which Pallas calls that were given no name have that of their kernel's function.
 
     The compiler would call them all after the function around them. Where each has a name, it is the program itself.
     ``grids``: the first of each name; a kernel with another one has that in its name too.

@@ -72,7 +72,7 @@ class Run(NamedTuple):
 class _Operand(NamedTuple):
     """The address of an operand of the kernel, or of a piece of it."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # no address is searched for in another
 
 
 class _Memory(NamedTuple):
@@ -208,7 +208,7 @@ class _Machine:
         return _UNKNOWN if value is _UNKNOWN else bool(value) != i.inverted
 
     def _value(self, text: str) -> Any:
-        """Of an operand: a name, a number, an address or a sum of two of them."""
+        """The value of an operand: a name, a number, an address or a sum of two of them."""
         if text.startswith("!"):
             value = self._value(text[1:])
             return _UNKNOWN if value is _UNKNOWN else int(not value)
@@ -257,7 +257,7 @@ class _Machine:
         elif holds is not False:
             self.memory[at] = self._value(i.args[1]) if holds and len(i.args) > 1 else _UNKNOWN
             if self.unsure:
-                self.unsure[-1][1].append(at)  # type: ignore[arg-type]
+                self.unsure[-1][1].append(at)
 
     def _copy(self, i: Instruction, holds: bool | None) -> None:
         if holds is False or len(i.args) < 3:
@@ -308,7 +308,7 @@ class _Machine:
 
 
 def _logic(op: str, args: list[Any]) -> Any:
-    """Of predicates, some of them unknown: one operand may decide."""
+    """The value of a logical operation on predicates, some of them unknown: one operand may decide."""
     decides = 1 if op in ("por", "pnor") else 0
     if any(a is not _UNKNOWN and bool(a) == bool(decides) for a in args):
         value: Any = decides

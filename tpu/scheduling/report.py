@@ -139,18 +139,18 @@ class Schedule(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """Of the kernels, each as often as it runs."""
+        """The cycles of all kernels, each counted as often as it runs."""
         return _sum(_times(k.times, k.cycles) for k in self.kernels)
 
     @property
     def seconds(self) -> float | None:
-        """Of the kernels, each the longer of code and traffic."""
+        """The time of all kernels, for each the longer of its code and its traffic."""
         chip = chip_named(self.chip)
         return _sum(_times(k.times, k.seconds(chip)) for k in self.kernels)
 
     @property
     def other_seconds(self) -> float | None:
-        """Of what XLA runs around them."""
+        """The time of what XLA runs around the kernels."""
         chip = chip_named(self.chip)
         return _sum(_times(k.times, k.seconds(chip)) for k in self.others)
 

@@ -25,7 +25,7 @@ __all__ = ["LIMIT", "Finding", "Report", "check", "compare_ports"]
 LIMIT = 1e-5
 """Relative error, in float32, up to which a layer agrees."""
 LOGITS_LIMIT = 1e-4
-"""The same for logits of a whole model, where the layers' errors add up."""
+"""Relative error, in float32, up to which logits of a whole model agree: the layers' errors add up there."""
 
 MEMORY = 0.7
 """Share of the free memory that a whole model in float32 may take; a larger one is run layer by layer."""

@@ -1,0 +1,220 @@
+"""Context parallelism: a device's piece of the tokens, inside ``shard_map``.
+
+Each device makes one call of its own piece, with the columns of ``spec/transition.py``, and gets what its tokens give
+from a state of zeros and what they do to any state. The maps are folded over the devices (``folds.py``), and one
+product per token adds what the entering state gives. The convolution's last inputs come from the device before.
+JAX derives the gradient, whose exchanges are the same ones in reverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..door import normalise
+from ..spec.errors import bad
+from ..spec.jax_tracing import varying_like
+from ..spec.problem import Options, Result, Signature
+from ..spec.prologue import prepare, swap_state
+from ..spec.transition import apart, widened, widened_state
+from .folds import entering_states, product
+
+__all__ = ["run_piece", "tokens_each"]
+
+Array = Any
+Operands = dict[str, Array]
+
+
+class _Place(NamedTuple):
+    """Where this device's piece lies: its tokens are ``start`` to ``start + size`` of ``total``."""
+
+    axes: tuple[str, ...]
+    start: Array
+    size: int
+    total: int
+
+
+def tokens_each(s: Signature, parts: int) -> int:
+    """Tokens that each of so many devices computes; the last ones have fewer of the call's.
+
+    Raises:
+        GdnError: the call cannot be split over tokens so.
+    """
+    if not isinstance(s.T, int):
+        raise bad("sharding.sequence", "given", f"be None while T = {s.T} is a symbol")
+    if parts > s.T:
+        raise bad("T", s.T, f"be at least the {parts} devices over which sharding.sequence splits it")
+    each = -(-s.T // parts)
+    if s.conv is not None:
+        if each < s.conv.width - 1:
+            raise bad("T", s.T, f"give each of the {parts} devices at least the W - 1 = {s.conv.width - 1} tokens that "
+                                "the convolution looks back")  # fmt: skip
+        for name in ("mask", "segment_ids"):
+            if s.has(name):
+                raise bad(name, "given", "be left out where sharding.sequence splits a mixer's tokens")
+    if s.has("mask") and s.has("segment_ids"):
+        raise bad("mask", "given with segment_ids", "be left out where sharding.sequence splits the tokens")
+    return each
+
+
+def run_piece(
+    s: Signature, options: Options, backend: str | None, x: Operands, axes: tuple[str, ...], total: int
+) -> Result:
+    """This device's outputs, and the final states of the whole sequences, the same on every device.
+
+    Args:
+        s: the call of this device's rows and heads, with its own tokens as T.
+        options: of that call.
+        backend: a name, or None.
+        x: its operands; those with tokens hold the piece, behind the last token zeros.
+        axes: the axes of the mesh that split the tokens.
+        total: tokens of the whole call.
+    """
+    place = _Place(axes, lax.axis_index(axes) * s.T, s.T, total)
+    bounds = x.get("cu_seqlens")
+    bounds = None if bounds is None else jnp.asarray(bounds).astype(jnp.int32)
+    given = x.get("initial_state")
+    zeros = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x["g"] if "g" in x else x["q"])
+    first = zeros if given is None else swap_state(jnp, s, given)
+    conv_state = None
+    if s.conv is not None:
+        before = _before(s, place, x, bounds)
+        conv_state = _last_inputs(s, place, x, bounds)
+        x, options = _prepared(s, options, place, x, bounds, before)
+    else:
+        x = {name: a for name, a in x.items() if name not in ("cu_seqlens", "initial_state")}
+        if place.total % s.T and bounds is None:
+            x["mask"] = _inside(place, s.B) & x["mask"] if "mask" in x else _inside(place, s.B)
+    enters = None
+    if bounds is not None:
+        x["cu_seqlens"] = jnp.clip(bounds - place.start, 0, s.T)
+        enters = (bounds[:-1] < place.start) & (bounds[1:] > place.start)
+        begins = (bounds[:-1] >= place.start)[:, None, None, None]
+        first = jnp.where(begins, first, 0)
+    own = jnp.where(enters[:, None, None, None], 0, first) if enters is not None else jnp.zeros_like(first)
+    x["initial_state"] = widened_state(jnp, varying_like(own, *x.values()), enters)
+    options = options._replace(output_final_state=True, state_layout="kv", precision=s.precision)
+    result = _run(widened(jnp, x, s.K), options, backend)
+    t = apart(result.state, s.V)
+    o, P = (a.astype(jnp.float32) for a in (result.o[..., : s.V], result.o[..., s.V :]))
+    if s.has("segment_ids"):  # a row's first segment here may be another one than the last of the device before
+        ids = x["segment_ids"]
+        left = lax.ppermute(ids[:, -1], axes, [(j, j + 1) for j in range(lax.axis_size(axes) - 1)])
+        goes_on = ((ids[:, 0] == left) | (place.start == 0))[:, None, None, None]
+        same = jnp.cumsum(ids[:, 1:] != ids[:, :-1], axis=1) == 0
+        same = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), same], axis=1)[..., None, None]
+        P, t = jnp.where(goes_on & same, P, 0), t._replace(A=jnp.where(goes_on, t.A, 0))
+    if bounds is None:
+        entered, final = entering_states(t, first, axes)
+        o = o + jnp.einsum("bthk,bhkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
+    else:
+        entered, final = _packed(place, bounds, t, first, enters)
+        o = o + jnp.einsum("bthk,hkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
+    state = swap_state(jnp, s, final) if s.output_final_state else None
+    return Result(o.astype(s.dtype), state, conv_state)
+
+
+def _run(x: Operands, options: Options, backend: str | None) -> Result:
+    problem, chosen = normalise(x, options, backend)
+    return chosen.run(problem)
+
+
+def _inside(place: _Place, rows: int) -> Array:
+    """Which tokens of the piece are the call's [rows, size]."""
+    there = place.start + jnp.arange(place.size) < place.total
+    return jnp.broadcast_to(there, (rows, place.size))
+
+
+def _packed(place: _Place, bounds: Array, t: Any, first: Array, enters: Array) -> tuple[Array, Array]:
+    """The state [HV, K, V] of the sequence that enters the piece, and the final states of all [N, HV, K, V]."""
+    end = place.start + place.size
+    pick = lambda mask, a: jnp.sum(jnp.where(mask[:, None, None, None], a, 0), 0, keepdims=True)  # noqa: E731
+    leaves = (bounds[:-1] < end) & (bounds[1:] > end)
+    through = t._replace(A=pick(leaves, t.A), B=pick(leaves, t.B))
+    nothing = varying_like(jnp.zeros_like(first[:1]), first)
+    entered, _ = entering_states(through, nothing, place.axes)
+    here = t.B + jnp.where(enters[:, None, None, None], product(t.A, entered), 0)
+    empty = bounds[:-1] == bounds[1:]
+    ends = (bounds[1:] > place.start) & (bounds[1:] <= end) & ~empty
+    ends = ends | (empty & (place.start == 0))
+    here = jnp.where(empty[:, None, None, None], first, here)
+    return entered[0], lax.psum(jnp.where(ends[:, None, None, None], here, 0), place.axes)
+
+
+def _inputs(s: Signature, x: Operands) -> Array:
+    """q | k | v of the piece, float32 [B, size, channels]."""
+    a = x["qkv"] if s.conv.fused else jnp.concatenate([x[name] for name in "qkv"], axis=-1)
+    return a.astype(jnp.float32)
+
+
+def _given(s: Signature, x: Operands) -> Array:
+    if "conv_state" in x:
+        return x["conv_state"].astype(jnp.float32)
+    return jnp.zeros((s.N, s.conv.width - 1, s.conv.channels), jnp.float32)
+
+
+def _sequences(s: Signature, place: _Place, bounds: Array | None) -> tuple[Array, Array]:
+    """First token and end of each sequence [N]; rows are sequences of all tokens."""
+    if bounds is None:
+        return jnp.zeros(s.N, jnp.int32), jnp.full(s.N, place.total, jnp.int32)
+    return bounds[:-1], bounds[1:]
+
+
+def _before(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
+    """What the convolution has seen before the piece, or before sequences that begin in it [N, W - 1, channels]."""
+    a, back = _inputs(s, x), s.conv.width - 1
+    tail = a[:, place.size - back :]
+    halo = lax.ppermute(tail, place.axes, [(j, j + 1) for j in range(lax.axis_size(place.axes) - 1)])
+    halo = jnp.broadcast_to(halo, (s.N, *halo.shape[1:]))
+    begin, end = _sequences(s, place, bounds)
+    at = place.start - back + jnp.arange(back)  # the token of each row of the halo
+    given = varying_like(_given(s, x), halo)
+    slot = jnp.clip(back + at[None] - begin[:, None], 0, max(back - 1, 0))
+    older = jnp.take_along_axis(given, slot[..., None], axis=1) if back else given
+    inside = (at[None] >= begin[:, None])[..., None]
+    enters = ((begin < place.start) & (end > place.start))[:, None, None]
+    return jnp.where(enters, jnp.where(inside, halo, older), given)
+
+
+def _last_inputs(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
+    """The last W - 1 inputs of every sequence, the same on every device [N, W - 1, channels]."""
+    a, back = _inputs(s, x), s.conv.width - 1
+    given = varying_like(_given(s, x), a)
+    begin, end = _sequences(s, place, bounds)
+    at = end[:, None] - back + jnp.arange(back)[None]  # [N, W - 1]
+    local = at - place.start
+    here = (at >= begin[:, None]) & (local >= 0) & (local < place.size)
+    rows = jnp.zeros((s.N, 1), jnp.int32) if bounds is not None else jnp.arange(s.N)[:, None]
+    taken = jnp.where(here[..., None], a[rows, jnp.clip(local, 0, place.size - 1)], 0)
+    slot = jnp.clip(back + at - begin[:, None], 0, max(back - 1, 0))
+    older = jnp.take_along_axis(given, slot[..., None], axis=1) if back else given
+    old = ((at < begin[:, None]) & (place.start == 0))[..., None]
+    return lax.psum(jnp.where(old, older, taken), place.axes)
+
+
+def _prepared(
+    s: Signature, options: Options, place: _Place, x: Operands, bounds: Array | None, before: Array
+) -> tuple[Operands, Options]:
+    """A mixer's call as one of the bare rule: convolution, norm and gates done."""
+    x = {name: a for name, a in x.items() if name not in ("conv_state", "initial_state")}
+    if bounds is not None:
+        x["cu_seqlens"] = jnp.clip(bounds - place.start, 0, s.T)
+    x["conv_state"] = before
+    p = prepare(jnp, replace(s, operands=tuple(x)), x)
+    found = {"q": p.q, "k": p.k, "v": p.v, "g": p.g}
+    if s.has("beta"):
+        found["beta"] = p.b[..., 0]
+    else:
+        found |= {name: a for name, a in (("erase", p.b), ("write", p.w)) if a is not None}
+        for name in ("erase", "write"):
+            if name in found and found[name].shape[-1] == 1:
+                found[name] = found[name][..., 0]
+    if place.total % s.T:
+        there = _inside(place, s.B)
+        found = {n: jnp.where(jnp.reshape(there, (*there.shape, *[1] * (a.ndim - 2))), a, 0) for n, a in found.items()}
+    if bounds is not None:
+        found["cu_seqlens"] = x["cu_seqlens"]
+    return found, Options(s.scale, chunk_size=options.chunk_size, deterministic=options.deterministic)

@@ -1,0 +1,84 @@
+"""Calls whose tokens are split over devices: the maps of pieces by the oracle, and calls on 8 CPU devices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mesh_program import run_on_devices
+
+from portable_gdn import door
+from portable_gdn.spec import transition
+from portable_gdn.spec.operands import at_tokens
+from portable_gdn.spec.problem import Options
+
+r = np.random.default_rng(0)
+N, T, H, HV, K, V = 2, 12, 1, 2, 4, 5
+
+
+def _operands(variant):
+    unit = lambda a: a / np.linalg.norm(a, axis=-1, keepdims=True)  # noqa: E731
+    draw = lambda *s: r.standard_normal(s).astype(np.float32)  # noqa: E731
+    x = {"q": draw(N, T, H, K), "k": unit(draw(N, T, H, K)), "v": draw(N, T, HV, V)}
+    x["g"] = -np.abs(draw(N, T, HV, *([K] if variant in ("KDA", "GDN-2") else [])))
+    if variant == "GDN-2":
+        x |= {"erase": r.random((N, T, HV, K)).astype("f4"), "write": r.random((N, T, HV, V)).astype("f4")}
+    else:
+        x["beta"] = (2 * r.random((N, T, HV))).astype("f4")
+    if variant == "resets":
+        x["g"][:, 7] = -np.inf
+    return x
+
+
+def _oracle(x, state, cotangents=None):
+    problem, oracle = door.normalise({**x, "initial_state": state}, Options(output_final_state=True), "numpy")
+    if cotangents is None:
+        return door.run(problem, oracle)
+    return door.run_with_gradients(problem, oracle, cotangents)[1]
+
+
+def _map(x):
+    state = transition.widened_state(np, np.zeros((N, HV, K, V), np.float32))
+    result = _oracle(transition.widened(np, x, K), state)
+    return transition.apart(result.state, V), result.o[..., :V], result.o[..., V:]
+
+
+@pytest.mark.parametrize("variant", ["GDN", "KDA", "GDN-2", "resets"])
+def test_pieces_are_affine_maps_of_the_state(variant):
+    x = _operands(variant)
+    state = r.standard_normal((N, HV, K, V)).astype(np.float32)
+    whole = _oracle(x, state)
+    pieces = [at_tokens(x, slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 9), (9, T))]
+    maps = [_map(piece) for piece in pieces]
+    entered, last = transition.entering(np.matmul, [t for t, _, _ in maps], state)
+    np.testing.assert_allclose(last, whole.state, atol=2e-6)
+    o = [o + np.einsum("bthk,bhkv->bthv", P, S) for (_, o, P), S in zip(maps, entered, strict=True)]
+    np.testing.assert_allclose(np.concatenate(o, 1), whole.o, atol=2e-6)
+    if variant == "resets":
+        assert np.all(maps[2][0].A == 0)
+        assert np.all(maps[2][2][:, 3:] == 0)
+    # Joined in any grouping the maps are that of the whole, and its transpose takes cotangents back.
+    a, b, c, d = (t for t, _, _ in maps)
+    join = lambda later, earlier: transition.joined(np.matmul, later, earlier)  # noqa: E731
+    for joined in (join(d, join(c, join(b, a))), join(join(d, c), join(b, a))):
+        for part, expected in zip(joined, _map(x)[0], strict=True):
+            np.testing.assert_allclose(part, expected, atol=2e-6)
+    assert np.abs(join(a, join(b, join(c, d))).B - joined.B).max() > 1e-2  # the order matters
+    d_state = r.standard_normal(state.shape).astype(np.float32)
+    expected = _oracle(x, state, {"o": np.zeros_like(whole.o), "state": d_state})["initial_state"]
+    np.testing.assert_allclose(transition.adjoint(np, joined, d_state, np.matmul), expected, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_tokens_split_over_devices():
+    pytest.importorskip("jax")
+    found = run_on_devices("tokens_program.py")
+    assert len(found) == 19
+    for name, result in found.items():
+        assert result["forward"] < 3e-6, (name, result)
+        assert result["gradient"] < 6e-6, (name, result)
+    # 2 rows of 4 heads divide by 8 devices: the maps go there and the states back, 8 x 12 and 8 x (8 + 12) numbers a
+    # head, and the final states are shared. One row does not: 3 rounds of both parts of the map, and one to the right.
+    assert found["GDN"]["collectives"] == {"all-to-all": [160, 96], "all-reduce": [768]}
+    odd = found["an odd number of states"]["collectives"]
+    assert len(odd["collective-permute"]) == 8
+    assert max(odd["collective-permute"]) == 4 * 8 * 12

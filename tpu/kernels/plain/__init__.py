@@ -1,0 +1,1 @@
+"""The kernels of every variant: a grid step is one chunk of several heads."""
