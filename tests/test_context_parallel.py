@@ -75,7 +75,9 @@ def test_tokens_split_over_devices():
     assert len(found) == 19
     for name, result in found.items():
         assert result["forward"] < 3e-6, (name, result)
-        assert result["gradient"] < 6e-6, (name, result)
+        # With beta near 2 and no decay a rounding stays as large to the end: one a token on each of both sides.
+        limit = 2 * 64 * 2.0**-23 if name == "DeltaNet, beta near 2" else 6e-6
+        assert result["gradient"] < limit, (name, result)
     # 2 rows of 4 heads divide by 8 devices: the maps go there and the states back, 8 x 12 and 8 x (8 + 12) numbers a
     # head, and the final states are shared. One row does not: 3 rounds of both parts of the map, and one to the right.
     assert found["GDN"]["collectives"] == {"all-to-all": [160, 96], "all-reduce": [768]}

@@ -28,7 +28,7 @@ _REMEDY = (
 _chosen = Primitive("gated_delta_kernel")
 _chosen.multiple_results = True
 #: Both programs are of plain arrays, which newer releases of jax want to be told.
-_chosen.is_high = lambda *args, **params: False  # type: ignore[method-assign, assignment]
+_chosen.is_high = lambda *args, **params: False  # type: ignore[method-assign]
 
 
 def kernel_or_else(kernel: Callable[..., Any], elsewhere: Callable[..., Any] | None, *args: Any) -> Any:
