@@ -15,8 +15,9 @@ from __future__ import annotations
 from .cache import KV, Cache
 from .decoder import Decoder
 from .generation import Generated, generate
-from .loading import load_model
+from .loading import end_tokens, load_model
 from .settings import AttentionSettings, DecoderSettings, ExpertSettings, MixerSettings
+from .streaming import Stream, stream
 
 __all__ = [
     "KV",
@@ -27,6 +28,9 @@ __all__ = [
     "ExpertSettings",
     "Generated",
     "MixerSettings",
+    "Stream",
+    "end_tokens",
     "generate",
     "load_model",
+    "stream",
 ]

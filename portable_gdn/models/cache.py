@@ -21,7 +21,7 @@ class KV(NamedTuple):
     v: Array
 
     def with_tokens(self, k: Array, v: Array, start: Array | int) -> KV:
-        """The same with those of new tokens, [B, T, Hkv, D], from place ``start`` on."""
+        """Put those of new tokens, [B, T, Hkv, D], from place ``start`` on."""
         put = jax.lax.dynamic_update_slice_in_dim
         return KV(put(self.k, k.astype(self.k.dtype), start, 1), put(self.v, v.astype(self.v.dtype), start, 1))
 
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
     """A pytree of fixed shapes, as ``Decoder.init_cache`` makes it and every call returns it anew."""
 
     layers: tuple[KV | MixerState, ...]
-    """Of each layer: KV [B, L, Hkv, D], or the mixer's state, float32, of a size that no token changes."""
+    """A layer's KV [B, L, Hkv, D], or its mixer's state, float32, of a size that no token changes; for all layers."""
     seen: Array
     """[B, L] bool: places that hold a token and no padding."""
     used: Array

@@ -126,7 +126,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Of the computation."""
+        """The dtype of the computation."""
         return self.embed.embedding[...].dtype if self.numerics.dtype is None else jnp.dtype(self.numerics.dtype)
 
     def __call__(self, ids: Array, mask: Array | None = None, cache: Cache | None = None) -> tuple[Array, Cache | None]:

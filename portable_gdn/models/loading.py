@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
 from ..checkpoint import provenance
+from ..checkpoint.configuration import text_config
 from ..checkpoint.loading import load_tree
+from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
 from ..spec.errors import GdnError, bad
 from .decoder import Decoder
 from .families import settings_of
 from .settings import DecoderSettings
 
-__all__ = ["load_model"]
+__all__ = ["end_tokens", "load_model"]
 
 
 def load_model(
-    port: str | Path, dtype: Any = None, backend: str | None = None, precision: str | None = None
+    port: str | Path,
+    dtype: Any = None,
+    backend: str | None = None,
+    precision: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Decoder:
     """The model of a port, with its weights; each leaf is read once, and keeps its dtype and its name.
 
@@ -30,6 +36,7 @@ def load_model(
         backend: of the linear-attention layers, as in ``gated_delta_rule``; None chooses.
         precision: of the linear-attention layers, as in ``gated_delta_rule``. "highest" asks it of all products: with
             float32, nothing is rounded on any device.
+        progress: called with what is read, the bytes read before it, and those of the whole model.
 
     Raises:
         GdnError: the folder is no such port or not whole, has no configuration, or is of a family that has no decoder
@@ -52,9 +59,21 @@ def load_model(
     graph, state = nnx.split(abstract)
     places = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     _check_leaves(folder, {name: leaf.shape for name, (_, leaf) in places.items()}, shapes, settings)
-    leaves = dict(_flat(load_tree(folder, names=shapes)))
+    leaves = dict(_flat(load_tree(folder, names=shapes, progress=progress)))
     filled = [(path, leaf.replace(leaves.pop(name))) for name, (path, leaf) in places.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def end_tokens(port: str | Path) -> tuple[int, ...]:
+    """The tokens that end a text, by the generation_config.json or config.json that a port carries; for ``stop``."""
+    folder = Path(port)
+    config = provenance.source_config(folder)
+    said = [text_config(config), config]
+    if (folder / "generation_config.json").is_file():
+        said = [read_json(folder / "generation_config.json"), *said]
+    found = next((part["eos_token_id"] for part in said if part.get("eos_token_id") is not None), ())
+    tokens = found if isinstance(found, list) else [found] if found != () else []
+    return tuple(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
 
 
 def _check_leaves(

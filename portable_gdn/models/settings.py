@@ -62,7 +62,7 @@ class DecoderSettings:
     dense: tuple[bool, ...]
     """For each layer, whether its MLP is dense."""
     intermediate_size: int
-    """Of the dense MLPs."""
+    """Width of the dense MLPs."""
     norm_eps: float
     zero_centred: bool
     """Whether norms multiply by 1 + scale. The mixers' own output norms multiply by scale always."""
