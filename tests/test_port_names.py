@@ -136,3 +136,13 @@ def test_wrapped_models_are_proved_like_others(tmp_path, family, how):
     port(source, tmp_path / "out", "jax")
     report = proof.check(tmp_path / "out")
     assert report.ok, (report.wrong, report.unrun)
+
+
+def test_layers_under_another_familys_names_are_said_to_be_no_model(tmp_path):
+    """Before anything is written; a port in the family's own names is a model, and nothing is said."""
+    kda = checkpoint(tmp_path / "kda", "fla_kda")
+    said = CliRunner().invoke(app, ["port", str(kda), str(tmp_path / "out"), "--to", "hf"])
+    note = "note: only linear-attention layers are written, under Kimi-Linear's names: no model class of transformers"
+    assert said.output.startswith(note)
+    assert said.output.count("note: only") == 1
+    assert "only linear-attention" not in CliRunner().invoke(app, ["port", str(kda), "--to", "kda", "--dry-run"]).output

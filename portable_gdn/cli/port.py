@@ -123,25 +123,27 @@ def port(
         )
         print_json(facts) if as_json else _print_plan(facts)
         return
+    said: tuple[str, ...] = ()  # before anything is written
     with nullcontext() if dry_run else _resumable(), bytes_bar("back" if back else "port") as update:
         if back:
             outcome = porting.back(
                 source, target, lossy=lossy, allow_overflow=allow_overflow, progress=update, dry_run=dry_run
             )
         else:
-            outcome = porting.port(
+            plan = porting.plan_of(
                 source,
-                target,
                 str(to),
                 family=family,
                 dtype=dtype,
                 layout=layout,
                 base=base,
-                shard_size=int(shard_size * 1e9),
-                allow_overflow=allow_overflow,
                 dequantise=dequantise,
-                progress=update,
+                out=target,
             )
+            said = plan.notes
+            if not as_json:
+                _say_notes(said)
+            outcome = porting.write(plan, target, int(shard_size * 1e9), update, allow_overflow)
     facts = {
         "out": str(outcome.out), "files": outcome.files, "tensors": outcome.tensors, "bytes": outcome.nbytes,
         "resumed_files": outcome.resumed, "changed": outcome.changed, "beside": outcome.beside,
@@ -150,8 +152,7 @@ def port(
     if as_json:
         print_json(facts)
         return
-    for note in outcome.notes:
-        console.print(f"note: {note}", markup=False)
+    _say_notes(tuple(note for note in outcome.notes if note not in said))
     done = "would be in" if dry_run else "read back, compared by hash, and now in"
     console.print(f"{outcome.tensors} tensors, {in_bytes(outcome.nbytes)}, {done} {outcome.out}", markup=False)
     if back and not dry_run:
@@ -163,6 +164,11 @@ def port(
         _names("files beside them, as they are", outcome.beside, _FILES)
     if outcome.edited:
         _names("of these, no longer as they were ported", outcome.edited, _FILES)
+
+
+def _say_notes(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
 
 
 def _check(port: Path, source: Path | None, backends: list[str], as_json: bool) -> None:

@@ -12,11 +12,11 @@ One decoder computes all families; what a family is like is a record of settings
 
 from __future__ import annotations
 
-from .cache import KV, Cache
+from .cache import KV, Cache, Latents
 from .decoder import Decoder
 from .generation import Generated, generate
 from .loading import end_tokens, load_model
-from .settings import AttentionSettings, DecoderSettings, ExpertSettings, MixerSettings
+from .settings import AttentionSettings, DecoderSettings, ExpertSettings, LatentSettings, MixerSettings
 from .streaming import Stream, stream
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "DecoderSettings",
     "ExpertSettings",
     "Generated",
+    "LatentSettings",
+    "Latents",
     "MixerSettings",
     "Stream",
     "end_tokens",

@@ -38,33 +38,48 @@ def rotated(x: Array, positions: Array, theta: float, channels: int) -> Array:
     return jnp.concatenate([turned, x[..., channels:]], axis=-1)
 
 
-def attend(q: Array, k: Array, v: Array, seen: Array, start: Array | int, precision: Any) -> Array:
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    seen: Array,
+    start: Array | int,
+    precision: Any,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Array:
     """Each query over the keys up to its own place; scores and softmax are float32.
 
     Args:
         q: [B, T, H, D].
-        k, v: [B, L, Hkv, D]; H is a multiple of Hkv.
+        k: [B, L, Hkv, D]; H is a multiple of Hkv.
+        v: [B, L, Hkv, V].
         seen: [B, L] bool, keys that are no padding. A query always sees its own place, so that padding makes no NaN.
         start: the place of the first query among the keys.
         precision: of the products.
+        scale: of the scores; None is D ** -0.5.
+        window: how many places a query sees, its own among them; None is all before it.
 
     Returns:
-        [B, T, H, D], in v's dtype.
+        [B, T, H, V], in v's dtype.
     """
     B, T, H, D = q.shape
     L, Hkv = k.shape[1:3]
     q = q.reshape(B, T, Hkv, H // Hkv, D)
+    scale = D**-0.5 if scale is None else scale
 
     def block(q: Array, places: Array) -> Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
         keys = jnp.arange(L)
         visible = (keys <= places[:, None]) & seen[:, None] | (keys == places[:, None])  # [B, T, L]
-        scores = jnp.where(visible[:, None, None], scores * D**-0.5, -jnp.inf)
+        if window is not None:
+            visible &= keys > places[:, None] - window
+        scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
         shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("bkgts,bskd->btkgd", shares, v, precision=precision)
 
     places = start + jnp.arange(T)
-    return (block(q, places) if T <= QUERIES else _by_blocks(block, q, places)).reshape(B, T, H, D)
+    return (block(q, places) if T <= QUERIES else _by_blocks(block, q, places)).reshape(B, T, H, -1)
 
 
 def _by_blocks(block: Callable[[Array, Array], Array], q: Array, places: Array) -> Array:
@@ -82,26 +97,32 @@ def _by_blocks(block: Callable[[Array, Array], Array], q: Array, places: Array) 
 
 
 class Attention(nnx.Module):
-    """q_proj [E, H D] (or [E, H 2 D] where it is gated), k_proj and v_proj [E, Hkv D], o_proj [H D, E], q_norm and
-    k_norm over a head's D channels."""
+    """q_proj [E, H D] (or [E, H 2 D] where it is gated), k_proj and v_proj [E, Hkv D], o_proj [H D, E], and where the
+    settings ask for them q_norm and k_norm, over a head's D channels or all heads'."""
 
     def __init__(
         self,
         hidden_size: int,
         settings: AttentionSettings,
-        norm_eps: float,
         zero_centred: bool,
         numerics: Numerics,
         rngs: nnx.Rngs,
     ) -> None:
         H, Hkv, D = settings.num_heads, settings.num_kv_heads, settings.head_dim
         self.settings, self.precision = settings, numerics.precision
-        self.q_proj = numerics.linear(hidden_size, H * D * (2 if settings.gated else 1), rngs)
-        self.k_proj = numerics.linear(hidden_size, Hkv * D, rngs)
-        self.v_proj = numerics.linear(hidden_size, Hkv * D, rngs)
+        self.q_proj = numerics.linear(hidden_size, H * D * (2 if settings.gated else 1), rngs, settings.bias)
+        self.k_proj = numerics.linear(hidden_size, Hkv * D, rngs, settings.bias)
+        self.v_proj = numerics.linear(hidden_size, Hkv * D, rngs, settings.bias)
         self.o_proj = numerics.linear(H * D, hidden_size, rngs)
-        self.q_norm = Norm(D, norm_eps, zero_centred, numerics)
-        self.k_norm = Norm(D, norm_eps, zero_centred, numerics)
+        if settings.qk_norm is not None:
+            whole = settings.qk_norm == "whole"
+            self.q_norm = Norm(H * D if whole else D, settings.norm_eps, zero_centred, numerics)
+            self.k_norm = Norm(Hkv * D if whole else D, settings.norm_eps, zero_centred, numerics)
+
+    def init_cache(self, batch: int, length: int, dtype: Any) -> KV:
+        """An empty cache of this layer."""
+        shape = (batch, length, self.settings.num_kv_heads, self.settings.head_dim)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def __call__(
         self, x: Array, positions: Array, seen: Array, past: KV | None, start: Array | int
@@ -125,12 +146,19 @@ class Attention(nnx.Module):
             q, gate = q[..., : s.head_dim], q[..., s.head_dim :]
         k = self.k_proj(x).reshape(B, T, s.num_kv_heads, s.head_dim)
         v = self.v_proj(x).reshape(B, T, s.num_kv_heads, s.head_dim)
-        q = rotated(self.q_norm(q), positions, s.rope_theta, s.rotary_dim)
-        k = rotated(self.k_norm(k), positions, s.rope_theta, s.rotary_dim)
+        if s.qk_norm is not None:
+            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        if s.rotary_dim:
+            q = rotated(q, positions, s.rope_theta, s.rotary_dim)
+            k = rotated(k, positions, s.rope_theta, s.rotary_dim)
         if past is not None:
             past = past.with_tokens(k, v, start)
             k, v = past.k.astype(k.dtype), past.v.astype(v.dtype)
-        o = attend(q, k, v, seen, start, self.precision)
+        o = attend(q, k, v, seen, start, self.precision, window=s.window)
         if gate is not None:
             o = o * jax.nn.sigmoid(gate)
         return self.o_proj(o.reshape(B, T, -1)), past
+
+    def _normed(self, norm: Norm, x: Array) -> Array:
+        """The heads [B, T, H, D] after a norm over each, or over all together."""
+        return norm(x) if self.settings.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from .settings import ExpertSettings
 
-__all__ = ["MLP", "Experts", "MoE", "Norm", "Numerics"]
+__all__ = ["MLP", "ChoiceBias", "Experts", "MoE", "Norm", "Numerics", "Router"]
 
 Array = Any
 
@@ -24,12 +24,12 @@ class Numerics:
     precision: Any = None
     param_dtype: Any = jnp.float32
 
-    def linear(self, inside: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
-        """A projection without bias: kernel [inside, out]."""
+    def linear(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
+        """A projection: kernel [inside, out], and bias [out] if asked for."""
         return nnx.Linear(
             inside,
             out,
-            use_bias=False,
+            use_bias=bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
@@ -85,23 +85,66 @@ class Experts(nnx.Module):
         return product(jax.nn.silu(product(x, self.gate_proj)) * product(x, self.up_proj), self.down_proj)
 
 
+class ChoiceBias(nnx.Variable[Any]):
+    """What is added to an expert's score where experts are chosen, and nowhere else. It has no gradient: who trains it
+    moves it by how busy an expert is."""
+
+
+class Router(nnx.Module):
+    """Logits of the experts: kernel [E, X], and where scores are sigmoids, bias [X], for the choice alone."""
+
+    def __init__(self, hidden_size: int, settings: ExpertSettings, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (hidden_size, settings.count), numerics.param_dtype))
+        if settings.scores == "sigmoid":
+            self.bias = ChoiceBias(jnp.zeros((settings.count,), jnp.float32))
+        self.settings, self.numerics = settings, numerics
+
+    def __call__(self, x: Array) -> Array:
+        """x [n, E] to float32 [n, X]; the product of routers with sigmoids is float32, too."""
+        if self.settings.scores == "softmax":
+            kernel = self.kernel[...].astype(x.dtype)
+            return jnp.dot(x, kernel, precision=self.numerics.precision).astype(jnp.float32)
+        x, kernel = x.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
+        return jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
+
+
 class MoE(nnx.Module):
-    """Each token through the experts that the router gives most to, and through a shared one behind a sigmoid."""
+    """Each token through the experts that the router gives most to, and through one that all tokens share."""
 
     def __init__(self, hidden_size: int, settings: ExpertSettings, numerics: Numerics, rngs: nnx.Rngs) -> None:
         self.settings = settings
-        self.router = numerics.linear(hidden_size, settings.count, rngs)
+        self.router = Router(hidden_size, settings, numerics, rngs)
         self.experts = Experts(settings.count, hidden_size, settings.intermediate_size, numerics, rngs)
-        self.shared_expert = MLP(hidden_size, settings.shared_size, numerics, rngs)
-        self.shared_expert_gate = numerics.linear(hidden_size, 1, rngs)
+        if settings.shared_size:
+            self.shared_expert = MLP(hidden_size, settings.shared_size, numerics, rngs)
+            if settings.shared_gate:
+                self.shared_expert_gate = numerics.linear(hidden_size, 1, rngs)
 
     def weights(self, x: Array) -> tuple[Array, Array]:
         """x [n, E] to what each token gives its experts, float32 [n, k], and their numbers [n, k]."""
-        shares = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)  # over all, before any is left out
-        weights, chosen = jax.lax.top_k(shares, self.settings.per_token)
-        if self.settings.renormalised:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, chosen
+        s, logits = self.settings, self.router(x)
+        if s.scores == "softmax":
+            shares = jax.nn.softmax(logits, axis=-1)  # over all, before any is left out
+            weights, chosen = jax.lax.top_k(shares, s.per_token)
+        else:
+            shares = jax.nn.sigmoid(logits)
+            rated = shares + jax.lax.stop_gradient(self.router.bias[...].astype(jnp.float32))
+            _, chosen = jax.lax.top_k(self._in_groups(rated), s.per_token)
+            weights = jnp.take_along_axis(shares, chosen, axis=-1)
+        if s.renormalised:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * s.scale, chosen
+
+    def _in_groups(self, rated: Array) -> Array:
+        """Scores [n, X], those of groups that are not used -inf."""
+        s = self.settings
+        if s.groups == s.groups_used:
+            return rated
+        groups = rated.reshape(*rated.shape[:-1], s.groups, -1)
+        _, used = jax.lax.top_k(jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1), s.groups_used)
+        allowed = jnp.any(used[..., None] == jnp.arange(s.groups), axis=-2)  # [n, groups]
+        return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(rated.shape)
 
     def __call__(self, x: Array) -> Array:
         """x [..., E] to [..., E]."""
@@ -113,5 +156,7 @@ class MoE(nnx.Module):
         made = self.experts(rows[order // k], sizes)
         made = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # back in the tokens' order: a gather, no scatter
         y = jnp.sum(made.astype(jnp.float32) * weights[..., None], axis=1).astype(rows.dtype)
-        y = y + jax.nn.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        if self.settings.shared_size:
+            shared = self.shared_expert(rows)
+            y = y + (jax.nn.sigmoid(self.shared_expert_gate(rows)) * shared if self.settings.shared_gate else shared)
         return y.reshape(x.shape)

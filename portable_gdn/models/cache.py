@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..api import MixerState
 
-__all__ = ["KV", "Cache"]
+__all__ = ["KV", "Cache", "Latents"]
 
 Array = Any
 
@@ -22,14 +22,28 @@ class KV(NamedTuple):
 
     def with_tokens(self, k: Array, v: Array, start: Array | int) -> KV:
         """Put those of new tokens, [B, T, Hkv, D], from place ``start`` on."""
-        put = jax.lax.dynamic_update_slice_in_dim
-        return KV(put(self.k, k.astype(self.k.dtype), start, 1), put(self.v, v.astype(self.v.dtype), start, 1))
+        return KV(_put(self.k, k, start), _put(self.v, v, start))
+
+
+class Latents(NamedTuple):
+    """What latent attention keeps of a layer's tokens, [B, L, rank + shared_dim]: the normalised latent vector, from
+    which keys and values of all heads follow, and the part of the keys that heads share."""
+
+    both: Array
+
+    def with_tokens(self, both: Array, start: Array | int) -> Latents:
+        """Put those of new tokens, [B, T, rank + shared_dim], from place ``start`` on."""
+        return Latents(_put(self.both, both, start))
+
+
+def _put(all_: Array, new: Array, start: Array | int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(all_, new.astype(all_.dtype), start, 1)
 
 
 class Cache(NamedTuple):
     """A pytree of fixed shapes, as ``Decoder.init_cache`` makes it and every call returns it anew."""
 
-    layers: tuple[KV | MixerState, ...]
+    layers: tuple[KV | Latents | MixerState, ...]
     """A layer's KV [B, L, Hkv, D], or its mixer's state, float32, of a size that no token changes; for all layers."""
     seen: Array
     """[B, L] bool: places that hold a token and no padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,52 +11,60 @@ import numpy as np
 from flax import nnx
 
 from ..api import MixerState
-from ..layers import GatedDeltaNet
+from ..layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
 from ..spec.errors import GdnError, bad
 from .attention import Attention
 from .blocks import MLP, MoE, Norm, Numerics
-from .cache import KV, Cache
-from .settings import DecoderSettings, MixerSettings
+from .cache import KV, Cache, Latents
+from .latent_attention import LatentAttention
+from .settings import DecoderSettings, LatentSettings, MixerSettings
 
 __all__ = ["Decoder"]
 
 Array = Any
 
 
-def _mixer(hidden_size: int, settings: MixerSettings, options: dict[str, Any], rngs: nnx.Rngs) -> GatedDeltaNet:
-    if settings.kind != "gdn":
-        raise bad("settings.mixer.kind", repr(settings.kind), "be 'gdn'")
-    return GatedDeltaNet(
-        hidden_size,
-        num_heads=settings.num_heads,
-        num_value_heads=settings.num_value_heads,
-        key_dim=settings.key_dim,
-        value_dim=settings.value_dim,
-        gate=settings.gate,
-        norm_eps=settings.norm_eps,
-        beta_scale=settings.beta_scale,
-        conv_size=settings.conv_size,
-        conv_bias=settings.conv_bias,
-        rngs=rngs,
-        **options,
-    )
+_KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "gdn": (GatedDeltaNet, ()),
+    "kda": (KimiDeltaAttention, ("decay_rank", "gate_rank", "gate_bias", "lower_bound")),
+    "gdn2": (GatedDeltaNet2, ("decay_rank", "gate_rank", "gate_bias")),
+}
+"""The layer of each kind of mixer, and its settings beside those that all have."""
+_SHARED = ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps", "beta_scale", "conv_size")
+
+
+def _mixer(hidden_size: int, settings: MixerSettings, options: dict[str, Any], rngs: nnx.Rngs) -> Any:
+    if settings.kind not in _KINDS:
+        raise bad("settings.mixer.kind", repr(settings.kind), f"be one of {', '.join(_KINDS)}")
+    layer, more = _KINDS[settings.kind]
+    asked = {name: getattr(settings, name) for name in (*_SHARED, "conv_bias", *more)}
+    return layer(hidden_size, rngs=rngs, **asked, **options)
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is ``mixer`` (linear) or ``attention``."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is ``mixer`` (linear) or ``attention``. Where norms
+    stand behind them it is x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(
         self, s: DecoderSettings, number: int, options: dict[str, Any], numerics: Numerics, rngs: nnx.Rngs
     ) -> None:
         self.linear = s.linear[number]
-        self.input_norm = Norm(s.hidden_size, s.norm_eps, s.zero_centred, numerics)
-        self.mlp_norm = Norm(s.hidden_size, s.norm_eps, s.zero_centred, numerics)
+        self.post_norm = s.post_norm and not self.linear
+        first, second = (Norm(s.hidden_size, s.norm_eps, s.zero_centred, numerics) for _ in range(2))
+        if self.post_norm:
+            self.mixer_post_norm, self.mlp_post_norm = first, second
+        else:
+            self.input_norm, self.mlp_norm = first, second
         if self.linear:
             assert s.mixer is not None
             self.mixer = _mixer(s.hidden_size, s.mixer, options, rngs)
         else:
             assert s.attention is not None
-            self.attention = Attention(s.hidden_size, s.attention, s.norm_eps, s.zero_centred, numerics, rngs)
+            self.attention: Attention | LatentAttention
+            if isinstance(s.attention, LatentSettings):
+                self.attention = LatentAttention(s.hidden_size, s.attention, numerics, rngs)
+            else:
+                self.attention = Attention(s.hidden_size, s.attention, s.zero_centred, numerics, rngs)
         self.mlp: MLP | MoE
         if s.dense[number]:
             self.mlp = MLP(s.hidden_size, s.intermediate_size, numerics, rngs)
@@ -67,7 +76,7 @@ class DecoderLayer(nnx.Module):
         self, x: Array, positions: Array, mask: Array | None, seen: Array, past: Any, start: Array | int
     ) -> tuple[Array, Any]:
         """x [B, T, E] to the same, and what the cache holds for this layer (None where ``past`` is None)."""
-        h = self.input_norm(x)
+        h = x if self.post_norm else self.input_norm(x)
         if not self.linear:
             y, past = self.attention(h, positions, seen, past, start)
         elif past is not None and mask is None and h.shape[1] == 1:
@@ -75,6 +84,9 @@ class DecoderLayer(nnx.Module):
             y = y[:, None]
         else:
             y, past = self.mixer(h, state=past, output_final_state=past is not None, mask=mask)
+        if self.post_norm:
+            x = x + self.mixer_post_norm(y)
+            return x + self.mlp_post_norm(self.mlp(x)), past
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), past
 
@@ -188,14 +200,12 @@ class Decoder(nnx.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise bad(name, repr(value), "be a positive whole number")
         s = self.settings
-        layers: list[KV | MixerState] = []
+        layers: list[KV | Latents | MixerState] = []
         for number, layer in enumerate(self.layers):
             if s.linear[number]:
                 layers.append(layer.mixer.init_state(batch))
             else:
-                assert s.attention is not None
-                shape = (batch, length, s.attention.num_kv_heads, s.attention.head_dim)
-                layers.append(KV(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)))
+                layers.append(layer.attention.init_cache(batch, length, self.dtype))
         return Cache(tuple(layers), jnp.zeros((batch, length), bool), jnp.zeros((), jnp.int32))
 
     def _checked(self, ids: Array, mask: Array | None, cache: Cache | None) -> tuple[Array, Array | None]:
