@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
         return attend(q, k, own[..., s.plain_dim :], seen, start, self.precision, self._scale)
 
     def _by_latents(self, q: Array, both: Array, seen: Array, start: Array | int) -> Array:
-        """As ``_by_heads``, by associativity: queries are taken to the latents, and what comes of these to the values."""
+        """As ``_by_heads``, by associativity: queries are taken to the latents, and what these give to the values."""
         s = self.settings
         kernel = self.kv_b_proj.kernel[...].astype(q.dtype).reshape(s.rank, s.num_heads, -1)
         keys, values = kernel[..., : s.plain_dim], kernel[..., s.plain_dim :]
