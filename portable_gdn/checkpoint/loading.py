@@ -28,6 +28,7 @@ def load_tree(
     under: str = "",
     sharding: Any | Callable[[str, tuple[int, ...]], Any] = None,
     names: Iterable[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Leaves of a port as JAX arrays, in nested dicts; nothing is read but what a device is given.
 
@@ -36,6 +37,7 @@ def load_tree(
         under: only leaves below this path, and paths from there on ("layers.0.mixer").
         sharding: of every leaf, or a function of its path and shape; None is JAX's default device.
         names: only these leaves.
+        progress: called with a leaf's name, the bytes read before it, and those of all leaves; once more at the end.
 
     Returns:
         The tree; a path's parts are its keys.
@@ -55,6 +57,11 @@ def load_tree(
     for name in wanted:
         if name not in port.where:
             raise bad("names", repr(name), "be leaves of the port")
+    say = progress or (lambda name, done, of: None)
+    done, of = 0, sum(port.where[name][1].nbytes for name in wanted)
+    for name in wanted:
+        say(name, done, of)
+        done += port.where[name][1].nbytes
         shape = port.where[name][1].shape
         where = sharding(name, shape) if callable(sharding) else sharding
         array = port.array(name)
@@ -69,6 +76,7 @@ def load_tree(
         node[last] = leaf
     if not tree:
         raise bad("under", repr(under), "be a path in the port")
+    say("", of, of)
     port.release()
     return tree
 
