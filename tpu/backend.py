@@ -17,8 +17,9 @@ from ..spec.errors import GdnError
 from ..spec.precision import DEFAULT, FAST, HIGHEST, NORM_INPUTS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from .chips import target
+from .kernels.epilogue.plan import describe_norm
 from .kernels.pipelined.backward_plan import describe_gradients
-from .kernels.pipelined.plan import describe
+from .kernels.pipelined.plan import describe, norm_inside, pipeline
 from .kernels.plain.plan import TABLE_LIMIT, backward_plan, plan
 
 if TYPE_CHECKING:
@@ -100,8 +101,12 @@ class Pallas(Backend):
     def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
         chip = target()
-        norm = "" if signature.norm is None else "; output norm and gate, and their gradients: xla"
-        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}{norm}"
+        parts = (
+            describe(signature, chip),
+            f"gradients: {describe_gradients(signature, chip)}",
+            describe_norm(signature, chip),
+        )
+        return "; ".join(filter(None, parts))
 
     def _interpret(self) -> Any:
         return False
@@ -152,7 +157,8 @@ class Pallas(Backend):
         )
         found = {name: format for name, format in kept.items() if name in names}
         if signature.norm is not None and signature.dtype != "float32" and signature.precision != "highest":
-            found |= dict.fromkeys(NORM_INPUTS, signature.dtype)
+            inside = norm_inside(signature) and pipeline(signature, here) is not None
+            found |= dict.fromkeys(("o_kept",) if inside else NORM_INPUTS, signature.dtype)
         return Rounding(found, plan(signature, here).C)
 
 

@@ -19,6 +19,7 @@ from ..spec.operands import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
+from .epilogue import through_norm
 from .execution import Execution, Outputs
 from .kernels.common.gate_widths import widths
 from .kernels.common.gradients import Cotangents, Kept, RuleGradients
@@ -33,7 +34,7 @@ from .kernels.plain.plan import Plan
 from .lowering import kernel_or_else
 from .pipelined import by_pipeline
 from .prologue import inside
-from .segments import marked, separated
+from .segments import marked, separated, where_sequences_are
 
 __all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
 
@@ -142,8 +143,10 @@ def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands
 
     def kernel(operands: Operands) -> tuple[Outputs, Operands]:
         out, kept = _before_norm(e, p, operands, ("S",))
+        if e.signature.norm is None or _norms(p):
+            return out, kept
         o, *states = out
-        return (_normed(e.signature, operands, o), *states), kept if e.signature.norm is None else {**kept, "o": o}
+        return (finish(jnp, e.signature, operands, o), *states), {**kept, "o": o}
 
     def elsewhere(operands: Operands) -> tuple[Outputs, Operands]:
         kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
@@ -213,27 +216,31 @@ def _chosen(e: Execution, kernel: Callable[..., Any], elsewhere: Callable[..., A
 
 
 def _by_kernel(e: Execution, operands: Operands) -> Outputs:
-    (o, *states), _ = _before_norm(e, e.forward, operands)
-    return _normed(e.signature, operands, o), *states
+    out, _ = _before_norm(e, e.forward, operands)
+    if e.signature.norm is None or _norms(e.forward):
+        return out
+    o, *states = out
+    return finish(jnp, e.signature, operands, o), *states
 
 
 def _before_norm(
     e: Execution, p: Pipeline | Plan, operands: Operands, probe: tuple[str, ...] = ()
 ) -> tuple[Outputs, Operands]:
-    """The call without its output norm, and what its chunks leave to the backward pass.
+    """The call, without its output norm unless the kernel has it inside, and what it leaves to the backward pass.
 
-    Of 16-bit inputs the norm reads an output of as many bits, unless products round nothing.
+    A norm that comes behind reads an output of as many bits as the inputs have, unless products round nothing.
     """
     s = e.signature
-    if s.norm is not None:
+    if s.norm is not None and not _norms(p):
         s = replace(s, norm=None, dtype="float32" if s.precision == "highest" else s.dtype)
     if isinstance(p, Pipeline):
         return by_pipeline(s, p, e.interpret, operands)
     return by_plain_kernel(e.of(s), p, operands, probe)
 
 
-def _normed(s: Signature, operands: Operands, o: Array) -> Array:
-    return o if s.norm is None else finish(jnp, s, operands, o)
+def _norms(p: Pipeline | Plan) -> bool:
+    """Whether a kernel does the output norm itself."""
+    return isinstance(p, Pipeline) and p.norm is not None
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
@@ -270,7 +277,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     p = e.training.backward
     of_norm: Operands = {}
     if s.norm is not None:
-        dO, of_norm = _through_norm(s, operands, kept["o"], dO)
+        dO, of_norm = through_norm(s, e.chip, e.interpret, operands, kept["o"], dO)
         kept = {name: a for name, a in kept.items() if name != "o"}
     before = inside(s, e.chip, e.interpret, operands)
     starts = reached = None
@@ -306,11 +313,11 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
         made_of = Making(e.interpret, e.stages)
         d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)
     # The prologue's own kernel leaves out tokens of no sequence by itself.
-    channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
+    channels = d[:3] if before is not None else [where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
     g, *rest = d.gates
-    rest = [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
+    rest = [where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
     if before is None or before.gate_plan is None:  # else its kernel leaves such tokens out, too
-        g = _where_sequences_are(s, bounds, g).astype(jnp.float32)
+        g = where_sequences_are(s, bounds, g).astype(jnp.float32)
     q, k, v = channels
     if g.shape != x.g.shape:
         g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
@@ -325,27 +332,12 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state)) | of_norm
 
 
-def _through_norm(s: Signature, operands: Operands, o: Array, dy: Array) -> tuple[Array, Operands]:
-    """The cotangent of the rule's output o, and those of the norm's operands, from that of the normed one."""
-    some = {name: operands[name] for name in ("z", "norm_weight") if name in operands}
-    plain = lambda o, some: finish(jnp, s, {**operands, **some}, o)  # noqa: E731
-    return jax.vjp(plain, o.astype(jnp.float32), some)[1](dy)
-
-
 def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
     """Which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
     if isinstance(p, Reverse):
         return "qk", jnp.bfloat16, jnp.bfloat16
     of = {2: jnp.bfloat16, 4: jnp.float32}
     return "qkv", of[p.q_bytes], of[p.v_bytes]
-
-
-def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
-    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
-    if bounds is None:
-        return x
-    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
-    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
