@@ -48,14 +48,15 @@ def follow(
     graph: Any,
     weights: Any,
     n: Array,
-    token: Array,
-    done: Array,
+    before: tuple[Array, Array],
     cache: Cache,
     drawing: Drawing,
     greedy: bool,
     top_k: int | None,
 ) -> tuple[Array, Array, Cache]:
-    """Token n, given the one before; the cache takes the given one's place in memory."""
+    """Token n of each row and which rows are done with it, given both of the one before; the cache takes the given
+    one's place in memory."""
+    token, done = before
     logits, cache = nnx.merge(graph, weights)(token[:, None], None, cache)
     token, done = choose(n, logits[:, 0], token, done, drawing, greedy, top_k)
     return token, done, cache
