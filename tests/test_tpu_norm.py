@@ -20,8 +20,9 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from portable_gdn.tpu.kernels.common import norm  # noqa: E402
+from portable_gdn.tpu.kernels.common.gradients import NormOperands  # noqa: E402
 from portable_gdn.tpu.kernels.epilogue import gradients  # noqa: E402
-from portable_gdn.tpu.kernels.pipelined import memory  # noqa: E402
+from portable_gdn.tpu.kernels.pipelined import backward_memory, memory  # noqa: E402
 
 NAME = "pallas-interpret"
 LONG = Case(
@@ -73,9 +74,8 @@ def arrays(T, HV, V, z=True, seed=0):
 def by_kernel(T, HV, V, kind, end, x):
     plan = Epilogue(1, T, V, HV * V, 16, HV * V, kind, True, 8 << 20)
     o, weight, z, dy = (None if a is None else jnp.asarray(a) for a in x)
-    return gradients.epilogue_gradients(
-        plan, o, weight, z, dy, jnp.full(1, end, jnp.int32), dtype=jnp.float32, interpret=True
-    )
+    x = NormOperands(o, z, weight)
+    return gradients.epilogue_gradients(plan, x, dy, jnp.full(1, end, jnp.int32), dtype=jnp.float32, interpret=True)
 
 
 def first_head(a):
@@ -89,7 +89,7 @@ def test_cotangents_are_the_formula_s(activation):
     x = arrays(T, HV, V, activation is not None)
     x[0][:, 5] = 0
     x[0][:, end:] = x[3][:, end:] = np.nan
-    dO, d_weight, dz = by_kernel(T, HV, V, kind, end, x)
+    dO, dz, d_weight = by_kernel(T, HV, V, kind, end, x)
     by_head = lambda a: None if a is None else np.asarray(a).reshape(T, -1, V)[:end].astype(np.float64)  # noqa: E731
     o, z, dy = (by_head(x[n]) for n in (0, 2, 3))
     weight = x[1].astype(np.float64)
@@ -122,7 +122,7 @@ def weight_of_other_rows(real, kind, o, weight, z, dy):
 @pytest.mark.parametrize("fault", [projection_left_out, slope_of_the_value, weight_of_other_rows])
 def test_faults_are_caught(fault, monkeypatch):
     real = norm.norm_gradients
-    for module in (gradients, norm):
+    for module in (gradients, backward_memory):
         monkeypatch.setattr(module, "norm_gradients", lambda *args: fault(real, *args))
     jax.clear_caches()
     try:

@@ -19,7 +19,7 @@ from ..spec.operands import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
-from .epilogue import through_norm
+from .epilogue import as_given, norm_operands, through_norm
 from .execution import Execution, Outputs
 from .kernels.common.gate_widths import widths
 from .kernels.common.gradients import Cotangents, Kept, RuleGradients
@@ -276,9 +276,12 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     dO, dS, d_conv_state = cotangents
     p = e.training.backward
     of_norm: Operands = {}
-    if s.norm is not None:
-        dO, of_norm = through_norm(s, e.chip, e.interpret, operands, kept["o"], dO)
-        kept = {name: a for name, a in kept.items() if name != "o"}
+    read_by_norm = kept.get("o")
+    kept = {name: a for name, a in kept.items() if name != "o"}
+    norm_inside = isinstance(p, Reverse) and p.norm is not None
+    if s.norm is not None and not norm_inside:
+        assert read_by_norm is not None
+        dO, of_norm = through_norm(s, e.chip, e.interpret, operands, read_by_norm, dO)
     before = inside(s, e.chip, e.interpret, operands)
     starts = reached = None
     if before is not None:
@@ -297,7 +300,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
         x, reached = separated(x._replace(starts=starts))
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
-    if dO.dtype == jnp.float32 and s.precision != "highest":
+    if dO.dtype == jnp.float32 and s.precision != "highest" and not norm_inside:
         dO = dO.astype(jnp.bfloat16)  # as the products would round it
     dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
@@ -307,8 +310,10 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     if isinstance(p, Reverse):
         assert x.b is not None
         q, k = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
-        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0])
-        d = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
+        norm = norm_operands(s, operands, read_by_norm) if read_by_norm is not None and norm_inside else None
+        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0], norm)
+        d, *found = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
+        of_norm |= as_given(operands, *found) if norm_inside else {}
     else:
         made_of = Making(e.interpret, e.stages)
         d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)

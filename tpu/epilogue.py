@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from ..spec.problem import Signature
 from ..spec.prologue import finish
 from .chips import Chip
+from .kernels.common.gradients import NormOperands
 from .kernels.epilogue.gradients import epilogue_gradients
 from .kernels.epilogue.plan import epilogue_plan
 from .segments import where_sequences_are
 
-__all__ = ["through_norm"]
+__all__ = ["as_given", "norm_operands", "through_norm"]
 
 Array = Any
 Operands = dict[str, Array]
@@ -37,20 +38,36 @@ def through_norm(
     plan = epilogue_plan(s, chip)
     if plan is None:
         return _by_specification(s, operands, jnp.reshape(o, dy.shape), dy)
-    flat = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
-    weight = operands.get("norm_weight", jnp.ones(s.V)).astype(jnp.float32)
-    z = flat(operands["z"]) if s.has("z") else None
-    z = z.astype(jnp.float32) if z is not None and z.dtype in (jnp.float16, jnp.float64) else z
+    given = norm_operands(s, operands, o)
     end = jnp.clip(jnp.asarray(operands["cu_seqlens"])[-1:], 0, s.T) if s.packed else jnp.full(1, s.T)
     dtype = jnp.float32 if s.precision == "highest" else jnp.bfloat16  # as the products would round it
-    dO, d_weight, dz = epilogue_gradients(
-        plan, flat(o), weight, z, flat(dy), end.astype(jnp.int32), dtype=dtype, interpret=interpret
+    dO, *found = epilogue_gradients(
+        plan, given, jnp.reshape(dy, given.o.shape), end.astype(jnp.int32), dtype=dtype, interpret=interpret
     )
+    return jnp.reshape(dO, dy.shape), as_given(operands, *found)
+
+
+def norm_operands(s: Signature, operands: Operands, o: Array) -> NormOperands:
+    """What an output norm read, as kernels take it.
+
+    Args:
+        s: the call.
+        operands: of the call.
+        o: the rule's output, in any shape that begins with [B, T].
+    """
+    weight = operands.get("norm_weight", jnp.ones(s.V)).astype(jnp.float32)
+    z = jnp.reshape(operands["z"], (s.B, s.T, -1)) if s.has("z") else None
+    z = z.astype(jnp.float32) if z is not None and z.dtype in (jnp.float16, jnp.float64) else z
+    return NormOperands(jnp.reshape(o, (s.B, s.T, -1)), z, weight)
+
+
+def as_given(operands: Operands, dz: Array | None, d_weight: Array | None) -> Operands:
+    """The cotangents of a norm's operands in the shapes and dtypes of those that are given."""
     found = {"z": dz, "norm_weight": d_weight}
-    return jnp.reshape(dO, dy.shape), {
+    return {
         name: jnp.reshape(a, operands[name].shape).astype(operands[name].dtype)
         for name, a in found.items()
-        if name in operands
+        if name in operands and a is not None
     }
 
 

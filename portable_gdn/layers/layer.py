@@ -122,7 +122,7 @@ class Layer(nnx.Module):
         """
         x = as_input(x, "B, T", self.hidden_size, "`step` takes one token a row, [B, E]")
         o, state = gated_delta_mixer(
-            **self._mixed(x),
+            **self.mixer_arguments(x),
             state=state,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
@@ -154,7 +154,7 @@ class Layer(nnx.Module):
             GdnError: x or state has another shape.
         """
         x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
-        o, state = gated_delta_mixer_step(**self._mixed(x), state=self._checked(state, x.shape[0]))
+        o, state = gated_delta_mixer_step(**self.mixer_arguments(x), state=self._checked(state, x.shape[0]))
         return self._projected(o), state
 
     def _checked(self, state: MixerState | None, batch: int) -> MixerState | None:
@@ -170,7 +170,7 @@ class Layer(nnx.Module):
                 raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{want}]")
         return MixerState(*state)
 
-    def _mixed(self, x: Array) -> dict[str, Any]:
+    def mixer_arguments(self, x: Array) -> dict[str, Any]:
         """What a mixer takes of x [..., E], beside states."""
         return {
             "qkv": (self.q_proj(x), self.k_proj(x), self.v_proj(x)),

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..common.gradients import NormOperands
 from ..common.launching import pallas_call, result_shapes
 from ..common.norm import norm_gradients
 from ..common.registers import F32, iota
@@ -64,20 +65,19 @@ def _kernel(p: Epilogue, end: Any, o: Any, dy: Any, weight: Any, *rest: Any) -> 
 
 
 def epilogue_gradients(
-    p: Epilogue, o: Array, weight: Array, z: Array | None, dy: Array, end: Array, *, dtype: Any, interpret: Any = False
-) -> tuple[Array, Array, Array | None]:
-    """The cotangents of o, in ``dtype``, of the weight [V] float32, and of z, in its dtype, or None.
+    p: Epilogue, x: NormOperands, dy: Array, end: Array, *, dtype: Any, interpret: Any = False
+) -> tuple[Array, Array | None, Array]:
+    """The cotangents of o, in ``dtype``, of z, in its dtype, or None, and of the weight [V] float32.
 
     Args:
         p: the plan.
-        o: what the norm reads, [B, T, HV V].
-        weight: [V] float32.
-        z: the gate before its activation [B, T, HV V], or None.
+        x: what the norm read.
         dy: the cotangent of the normed output [B, T, HV V].
         end: [1] int32: tokens from there on are none of a packed sequence, and count for nothing.
         dtype: of the cotangent of o.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
     """
+    o, z, weight = x
     tokens = pl.BlockSpec((1, p.R, p.L), lambda c, b, t, *_: (b, t, c))
     columns, gates = p.channels // p.L, [] if z is None else [z]
     shape = jax.ShapeDtypeStruct
@@ -97,4 +97,4 @@ def epilogue_gradients(
         ),
         interpret=interpret,
     )(end, o, dy, weight[None], *gates)
-    return out[0], jnp.sum(out[-1], (0, 1)), None if z is None else out[1]
+    return out[0], None if z is None else out[1], jnp.sum(out[-1], (0, 1)) * p.V**0.5

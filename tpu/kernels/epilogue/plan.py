@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ....spec.problem import NormKind, Signature
 from ...chips import Chip
 from ..common.tiles import LANES
+from ..pipelined.backward_plan import reverse_plan
 from ..pipelined.plan import norm_inside, pipeline, prepared_outside
 
 __all__ = ["Epilogue", "describe_norm", "epilogue_plan"]
@@ -47,6 +48,8 @@ def describe_norm(s: Signature, chip: Chip) -> str:
     if s.norm is None:
         return ""
     where = "inside the forward kernel" if norm_inside(s) and pipeline(s, chip) is not None else "by xla"
+    if reverse_plan(s, chip) is not None and norm_inside(s):
+        return f"output norm {where}, its gradients inside the backward kernel"
     if epilogue_plan(s, chip) is not None:
         return f"output norm {where}, its gradients in a kernel of their own"
     why = "there is a mask or segments" if prepared_outside(s) else f"heads of {s.V} channels are no whole tiles"
