@@ -14,7 +14,7 @@ from ..spec.backend import Backend
 from ..spec.precision import NORM_INPUTS, OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
-from .families import chunk_size, family, fused_norm, one_token, operand_dtype
+from .families import chunk_size, family, norm_is_fused, one_token, operand_dtype
 from .launching import Launch, others_installed, serving
 from .versions import missing, versions
 
@@ -129,7 +129,7 @@ class Fla(Backend):
         words = [
             f"{name} of " + ", ".join(f"{name} {version}" for name, version in versions(("fla", "triton")).items())
         ]
-        if fused_norm(s):
+        if norm_is_fused(s):
             words.append("its fused norm and gate of the output")
         if s.deterministic:
             words.append("FLA's own kernels, each in the first of its configurations that fits")

@@ -13,8 +13,8 @@ __all__ = [
     "Rule",
     "chunk_size",
     "family",
-    "fused_norm",
     "may_reset",
+    "norm_is_fused",
     "one_token",
     "operand_dtype",
     "rule_of",
@@ -118,7 +118,7 @@ def may_reset(s: Signature) -> bool:
     return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
 
 
-def fused_norm(s: Signature) -> bool:
+def norm_is_fused(s: Signature) -> bool:
     """Whether FLA's kernels compute a call's output norm, unless torch.compile traces it or z is wider than q, k, v."""
     return s.norm is not None and not s.deterministic
 

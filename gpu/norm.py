@@ -22,25 +22,28 @@ from torch import Tensor
 
 from ..spec.problem import Signature
 from ..spec.prologue import finish, masked
-from .families import fused_norm
+from .families import norm_is_fused
 from .operations import imported
 
-__all__ = ["finished"]
+__all__ = ["finished", "fused_norm"]
 
 
 def finished(s: Signature, x: Mapping[str, Any], o: Tensor) -> Tensor:
     """The rule's output o [B, T, HV, V] as the call returns it; as ``spec.prologue.finish``."""
     wide = "z" in x and x["z"].element_size() > o.element_size()
-    if not fused_norm(s) or torch.compiler.is_compiling() or o.is_meta or wide:
+    if not norm_is_fused(s) or torch.compiler.is_compiling() or o.is_meta or wide:
         return finish(xp, s, x, o)
     assert s.norm is not None
-    weight = x.get("norm_weight")
-    if weight is None:
-        weight = o.new_ones(s.V, dtype=torch.float32)
-    if s.norm.activation is None:
-        y = imported("fla.modules.norm.layernorm").rms_norm(o, weight, None, eps=s.norm.eps)
-    else:
-        z = masked(xp, s, x, "z").reshape(o.shape)
-        op = imported("fla.modules.norm.fused_norm_gate").rms_norm_gated
-        y = op(o, z, weight, None, activation=s.norm.activation, eps=s.norm.eps)
+    z = masked(xp, s, x, "z").reshape(o.shape) if s.has("z") else None
+    y = fused_norm(o, z, x.get("norm_weight"), *s.norm)
     return finish(xp, replace(s, norm=None), x, y)
+
+
+def fused_norm(o: Tensor, z: Tensor | None, weight: Tensor | None, eps: float, activation: str | None) -> Tensor:
+    """The norm of o [..., V], times weight [V] or ones, times the activated z [..., V] or nothing, in o's dtype."""
+    if weight is None:
+        weight = o.new_ones(o.shape[-1], dtype=torch.float32)
+    if z is None:
+        return imported("fla.modules.norm.layernorm").rms_norm(o, weight, None, eps=eps)
+    op = imported("fla.modules.norm.fused_norm_gate").rms_norm_gated
+    return op(o, z, weight, None, activation=activation, eps=eps)

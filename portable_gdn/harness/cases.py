@@ -312,10 +312,12 @@ def designed() -> list[Case]:
         C("mixer, holes and segments", conv=4, layout="holes", B=2, T=65, l2norm=True),
         C(
             "mixer, norm and silu gate",
+            T=65,
             conv=4,
             gate="softplus",
             l2norm=True,
-            HV=6,
+            H=1,
+            HV=3,
             dtype="bfloat16",
             norm="silu",
             essential=True,
