@@ -66,7 +66,7 @@ def generate(
     Raises:
         GdnError: an argument is not as above, or ids are beyond the vocabulary.
     """
-    asked = requested(model, ids, max_new_tokens, mask, temperature, top_k, top_p, stop, rng, cache_length)
+    asked = requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
     graph, weights = nnx.split(model)
     logits, cache = prefill(graph, weights, asked.ids, asked.mask, asked.room)
     tokens, lengths, _ = _continue(graph, weights, logits, cache, asked.drawing, asked.count, asked.greedy, asked.top_k)

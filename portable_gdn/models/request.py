@@ -41,18 +41,17 @@ def requested(
     ids: Array,
     max_new_tokens: int,
     mask: Array | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    sampling: tuple[float, int | None, float | None, int | Array | None],
     stop: int | Iterable[int] | None,
-    rng: int | Array | None,
     cache_length: int | None,
 ) -> Request:
-    """The request of these arguments, which are those of ``generate``.
+    """The request of these arguments, which are those of ``generate``; ``sampling`` is its temperature, top_k, top_p,
+    and rng.
 
     Raises:
         GdnError: an argument is not as ``generate`` asks for.
     """
+    temperature, top_k, top_p, rng = sampling
     if not isinstance(model, Decoder):
         raise bad("model", f"a {type(model).__name__}", "be a Decoder, such as load_model returns")
     ids = checked_ids(ids, model.settings.vocabulary)

@@ -64,7 +64,7 @@ class Stream:
         for n in range(1, asked.count):
             if over:
                 return
-            step = (self._graph, self._weights, jnp.int32(n), token, done, cache, asked.drawing, *chosen)
+            step = (self._graph, self._weights, (jnp.int32(n), token, done), cache, asked.drawing, *chosen)
             if n == 1:
                 self._compiled(follow, step)
             started = time.perf_counter()
@@ -106,5 +106,5 @@ def stream(
         GdnError: an argument is not as ``generate`` asks for.
     """
     return Stream(
-        model, requested(model, ids, max_new_tokens, mask, temperature, top_k, top_p, stop, rng, cache_length)
+        model, requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
     )
