@@ -55,15 +55,21 @@ def model(made):
 
 
 @pytest.fixture(scope="module")
+def apart(made):
+    """The same with a module for each layer, which tests change one by one."""
+    return load_model(made("qwen3_next"), precision="highest", scan=False)
+
+
+@pytest.fixture(scope="module")
 def transformers():
     yield from plain_transformers()
 
 
 def test_a_model_has_the_ports_leaves(model, made):
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    leaves = model.leaves()
     stored = read_file(made("qwen3_next") / "model-00001-of-00001.safetensors")
     assert leaves.keys() == stored.keys()
-    assert all(np.array_equal(leaves[name][...], a) for name, a in stored.items())
+    assert all(np.array_equal(leaves[name], a) for name, a in stored.items())
 
 
 @pytest.mark.slow
@@ -316,18 +322,18 @@ MUTATIONS = (
 
 
 @pytest.mark.slow
-def test_every_detail_that_is_wrong_shows(model, made, transformers):
+def test_every_detail_that_is_wrong_shows(apart, made, transformers):
     source = made("qwen3_next").parent / "src"
-    assert distance(nnx.clone(model), source) < LIMIT
+    assert distance(nnx.clone(apart), source) < LIMIT
     hidden = []
     for mutate in MUTATIONS:
-        wrong = nnx.clone(model)
+        wrong = nnx.clone(apart)
         mutate(wrong)
         if not distance(wrong, source) > 2 * LIMIT:
             hidden.append(mutate.__name__)
     assert not hidden
     ids, mask = prompts()
-    assert error(run(model, ids)[0][mask], original_logits(source)[mask]) > 2 * LIMIT  # padding that is not masked
+    assert error(run(apart, ids)[0][mask], original_logits(source)[mask]) > 2 * LIMIT  # padding that is not masked
 
 
 @pytest.mark.slow
@@ -360,14 +366,16 @@ def test_a_step_of_training_is_that_of_torch_and_goes_back(made, transformers, n
         ".".join(k.key for k in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(load_tree(tmp_path / "ported"))
     }
-    got = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
+    tuned = nnx.clone(model)
+    nnx.update(tuned, gradients)
+    got = tuned.leaves()
     assert got.keys() == want.keys()
     assert {name: e for name, a in got.items() if not (e := error(a, want[name])) < 1e-3} == {}
 
     nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
     tuned = tmp_path / "tuned"
     shutil.copytree(folder, tuned)
-    leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    leaves = {name: np.asarray(leaf) for name, leaf in model.leaves().items()}
     write_file(tuned / "model-00001-of-00001.safetensors", leaves)
     back(tuned, tmp_path / "back")
     assert distance(model, folder.parent / "src") > 1e-3  # the step did change it

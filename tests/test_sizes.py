@@ -22,9 +22,10 @@ PUBLIC = {
     "portable_gdn/ops.py": None,  # all of it
     "portable_gdn/cli": None,
     "portable_gdn/layers": {"__init__"},
+    "portable_gdn/checkpoint/porting.py": {"port"},
     "portable_gdn/models/generation.py": {"generate"},
     "portable_gdn/models/streaming.py": {"stream"},
-    "portable_gdn/checkpoint/porting.py": {"port"},
+    "portable_gdn/models/loading.py": {"load_model"},
     "portable_gdn/integrations/transformers.py": {"rule"},
     "portable_gdn/backends/torch_chunks.py": {"_operation", "_operation_backward"},
     "gpu/compiled.py": {"_rule", "_backward"},

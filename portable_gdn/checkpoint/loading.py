@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .table import bind
 from .targets import TREES
 from .targets.jax import jax_dialect
 
-__all__ = ["load_layer", "load_tree"]
+__all__ = ["load_layer", "load_stacks", "load_tree"]
 
 
 def load_tree(
@@ -45,8 +45,6 @@ def load_tree(
     Raises:
         GdnError: the folder is no port in our tree, is not complete, or has no such leaves.
     """
-    import jax
-
     folder = Path(folder)
     facts = _facts(folder)
     port = provenance.open_port(folder, facts, side=False)
@@ -57,18 +55,7 @@ def load_tree(
     for name in wanted:
         if name not in port.where:
             raise bad("names", repr(name), "be leaves of the port")
-    say = progress or (lambda name, done, of: None)
-    done, of = 0, sum(port.where[name][1].nbytes for name in wanted)
-    for name in wanted:
-        say(name, done, of)
-        done += port.where[name][1].nbytes
-        shape = port.where[name][1].shape
-        where = sharding(name, shape) if callable(sharding) else sharding
-        array = port.array(name)
-        if where is None:
-            leaf = jax.numpy.asarray(np.array(array))
-        else:
-            leaf = jax.make_array_from_callback(shape, where, _reading(array))
+    for name, leaf in _placed(port, {name: name for name in wanted}, sharding, progress):
         *path, last = name.removeprefix(start).split(".")
         node = tree
         for part in path:
@@ -76,13 +63,77 @@ def load_tree(
         node[last] = leaf
     if not tree:
         raise bad("under", repr(under), "be a path in the port")
-    say("", of, of)
     port.release()
     return tree
 
 
+def load_stacks(
+    folder: str | Path,
+    leaves: Mapping[str, str | tuple[str, ...]],
+    *,
+    sharding: Callable[[str, tuple[int, ...]], Any] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Leaves of a port as JAX arrays, some of them stacked along a first axis as they are read.
+
+    Args:
+        folder: what ``portable-gdn port --to jax`` wrote.
+        leaves: by a name of the caller's, a leaf, or those of one shape and dtype that are stacked.
+        sharding: a function of the caller's name and the shape, stack included; None is JAX's default device.
+        progress: as in ``load_tree``.
+
+    Raises:
+        GdnError: the folder is no port in our tree, or is not complete.
+    """
+    folder = Path(folder)
+    facts = _facts(folder)
+    port = provenance.open_port(folder, facts, side=False)
+    _check_whole(folder, facts, port)
+    found = dict(_placed(port, leaves, sharding, progress))
+    port.release()
+    return found
+
+
+def _placed(
+    port: Checkpoint,
+    leaves: Mapping[str, str | tuple[str, ...]],
+    sharding: Any,
+    progress: Callable[[str, int, int], None] | None,
+) -> Iterator[tuple[str, Any]]:
+    """Each leaf, or stack of leaves, where it is to lie; nothing is read but what a device is given."""
+    import jax
+
+    say = progress or (lambda name, done, of: None)
+    sizes = {
+        key: sum(port.where[name][1].nbytes for name in ((names,) if isinstance(names, str) else names))
+        for key, names in leaves.items()
+    }
+    done, of = 0, sum(sizes.values())
+    for key, names in leaves.items():
+        say(key, done, of)
+        done += sizes[key]
+        shape = port.where[names if isinstance(names, str) else names[0]][1].shape
+        reading: Callable[[Any], np.ndarray]
+        if isinstance(names, str):
+            reading = _reading(port.array(names))
+        else:
+            shape = (len(names), *shape)
+            reading = _stacking([port.array(name) for name in names])
+        where = sharding(key, shape) if callable(sharding) else sharding
+        if where is None:
+            yield key, jax.numpy.asarray(reading((slice(None),) * len(shape)))
+        else:
+            yield key, jax.make_array_from_callback(shape, where, reading)
+    say("", of, of)
+
+
 def _reading(array: np.ndarray) -> Callable[[Any], np.ndarray]:
     return lambda index: np.array(array[index])
+
+
+def _stacking(arrays: list[np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Reads a part of the arrays' stack; memory holds no more than the part."""
+    return lambda index: np.stack([array[index[1:]] for array in arrays[index[0]]])
 
 
 def load_layer(

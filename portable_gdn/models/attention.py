@@ -153,7 +153,7 @@ class Attention(nnx.Module):
             k = rotated(k, positions, s.rope_theta, s.rotary_dim)
         if past is not None:
             past = past.with_tokens(k, v, start)
-            k, v = past.k.astype(k.dtype), past.v.astype(v.dtype)
+            k, v = (kept.astype(k.dtype) for kept in past.of_layer())
         o = attend(q, k, v, seen, start, self.precision, window=s.window)
         if gate is not None:
             o = o * jax.nn.sigmoid(gate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from .attention import Attention
 from .blocks import MLP, MoE, Norm, Numerics
 from .cache import KV, Cache, Latents
 from .latent_attention import LatentAttention
+from .period import bodies
 from .settings import DecoderSettings, LatentSettings, MixerSettings
 
 __all__ = ["Decoder"]
@@ -91,10 +93,62 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), past
 
 
+def _stacked(make: Callable[[nnx.Rngs], DecoderLayer], count: int, rngs: nnx.Rngs) -> DecoderLayer:
+    """A layer whose parameters are those of so many, each drawn anew, along a first axis."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), count)
+    states = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(params=key)))[1])(keys)
+    layer: DecoderLayer = nnx.merge(graph, states)
+    return layer
+
+
+def _repeated(
+    period: list[DecoderLayer],
+    times: int,
+    x: Array,
+    pasts: list[Any],
+    call: Callable[[DecoderLayer, Array, Any], tuple[Array, Any]],
+) -> tuple[Array, list[Any]]:
+    """A period of stacked layers, so many times, in a loop that is compiled once.
+
+    Caches are carried and not collected, so that of keys and values only the new tokens' places are written.
+
+    Args:
+        period: its layers.
+        times: how often it is repeated.
+        x: [B, T, E].
+        pasts: what the cache holds for each layer of the period, stacked; None keeps nothing.
+        call: a layer, x and one layer's past to x and its past after it.
+    """
+    graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
+
+    def once(carry: Any, given: Any) -> tuple[Any, None]:
+        x, pasts = carry
+        states, number = given
+        new = []
+        for graph, state, past in zip(graphs, states, pasts, strict=True):
+            layer = nnx.merge(graph, state)
+            if isinstance(past, KV | Latents):
+                x, past = call(layer, x, past._replace(number=number))
+                past = past._replace(number=None)
+            elif past is not None:
+                x, one = call(layer, x, jax.tree.map(lambda a: a[number], past))
+                put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, number, 0)  # noqa: E731
+                past = jax.tree.map(put, past, one)
+            else:
+                x, _ = call(layer, x, None)
+            new.append(past)
+        return (x, new), None
+
+    (x, pasts), _ = jax.lax.scan(once, (x, pasts), (states, jnp.arange(times)))
+    return x, pasts
+
+
 class Decoder(nnx.Module):
     """A causal language model. Parameters have the names of a port's leaves: embed.embedding [V, E],
     layers.{i}.mixer (as ``portable_gdn.layers`` has it) or layers.{i}.attention, layers.{i}.mlp, norm.scale, and
-    lm_head.kernel [E, V] unless the head is the embedding.
+    lm_head.kernel [E, V] unless the head is the embedding. Layers that repeat are compiled once: their weights are
+    stacked along a first axis, and ``layers`` has one module for them; ``leaves`` gives them apart.
 
     Shapes: B rows, T tokens, V words of the vocabulary, L places of the cache.
     """
@@ -108,6 +162,7 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         backend: str | None = None,
         precision: str | None = None,
+        scan: bool = True,
     ) -> None:
         """Args:
         settings: what it is like.
@@ -118,6 +173,8 @@ class Decoder(nnx.Module):
         backend: of the mixers, as in ``gated_delta_rule``.
         precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
             default of JAX, which on a TPU rounds float32 to bfloat16.
+        scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
+            its period. False has a module for each layer.
         """
         highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
         numerics = Numerics(dtype, highest, param_dtype)
@@ -129,8 +186,13 @@ class Decoder(nnx.Module):
         self.embed = nnx.Embed(
             settings.vocabulary, settings.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
+        self.bodies = bodies(tuple(zip(settings.linear, settings.dense, strict=True)), scan)
+        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs)  # noqa: E731
         self.layers = nnx.List(
-            [DecoderLayer(settings, i, options, numerics, rngs) for i in range(len(settings.linear))]
+            [
+                make(numbers[0], rngs) if len(numbers) == 1 else _stacked(partial(make, numbers[0]), len(numbers), rngs)
+                for numbers in self.bodies
+            ]
         )
         self.norm = Norm(settings.hidden_size, settings.norm_eps, settings.zero_centred, numerics)
         if not settings.tied:
@@ -175,13 +237,35 @@ class Decoder(nnx.Module):
         positions = jnp.maximum(before + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
         table = self.embed.embedding[...].astype(self.dtype)
         x = table.at[ids].get(mode="fill", fill_value=jnp.nan)
-        kept = []
-        for number, layer in enumerate(self.layers):
-            past = None if cache is None else cache.layers[number]
-            x, past = layer(x, positions, mask, seen, past, start)
-            kept.append(past)
+        pasts: list[Any] = [None] * len(self.bodies) if cache is None else list(cache.layers)
+        inside = [body for body, numbers in enumerate(self.bodies) if len(numbers) > 1]
+        for body, layer in enumerate(self.layers):
+            if body not in inside:
+                x, pasts[body] = layer(x, positions, mask, seen, pasts[body], start)
+            elif body == inside[0]:
+                period = [self.layers[body] for body in inside]
+                x, new = _repeated(
+                    period, len(self.bodies[body]), x, [pasts[body] for body in inside],
+                    lambda layer, x, past: layer(x, positions, mask, seen, past, start),
+                )  # fmt: skip
+                pasts[body : body + len(inside)] = new
         x = self.norm(x)
-        return x, None if cache is None else Cache(tuple(kept), seen, cache.used + T)
+        return x, None if cache is None else Cache(tuple(pasts), seen, cache.used + T)
+
+    def leaves(self) -> dict[str, Array]:
+        """The parameters under the names that a port has for them, those of stacked layers one by one: what
+        ``safetensors.flax.save_file`` writes for the way back."""
+        found = {}
+        for path, leaf in nnx.to_flat_state(nnx.state(self)):
+            for number, name in enumerate(self.names(path)):
+                found[name] = leaf[...] if len(self.names(path)) == 1 else leaf[...][number]
+        return found
+
+    def names(self, path: tuple[Any, ...]) -> tuple[str, ...]:
+        """The port's leaves that a parameter holds, by its path in the state: several where layers are stacked."""
+        if path[0] != "layers":
+            return (".".join(map(str, path)),)
+        return tuple(".".join(map(str, ("layers", number, *path[2:]))) for number in self.bodies[path[1]])
 
     def logits(self, x: Array) -> Array:
         """The head: x [..., E], as ``hidden`` returns it, to logits [..., V]."""
@@ -199,13 +283,14 @@ class Decoder(nnx.Module):
         for name, value in (("batch", batch), ("length", length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise bad(name, repr(value), "be a positive whole number")
-        s = self.settings
         layers: list[KV | Latents | MixerState] = []
-        for number, layer in enumerate(self.layers):
-            if s.linear[number]:
-                layers.append(layer.mixer.init_state(batch))
+        for numbers, layer in zip(self.bodies, self.layers, strict=True):
+            if layer.linear:
+                empty = layer.mixer.init_state(batch)
             else:
-                layers.append(layer.attention.init_cache(batch, length, self.dtype))
+                empty = layer.attention.init_cache(batch, length, self.dtype)
+            lead = (len(numbers),) if len(numbers) > 1 else ()
+            layers.append(jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), empty))  # noqa: B023
         return Cache(tuple(layers), jnp.zeros((batch, length), bool), jnp.zeros((), jnp.int32))
 
     def _checked(self, ids: Array, mask: Array | None, cache: Cache | None) -> tuple[Array, Array | None]:

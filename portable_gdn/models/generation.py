@@ -13,7 +13,7 @@ from flax import nnx
 from ..spec.errors import suggests_keywords
 from .cache import Cache
 from .decoder import Decoder
-from .request import Sampling, requested
+from .request import requested
 from .stepping import Drawing, begin, choose, prefill
 
 __all__ = ["Generated", "generate"]
@@ -66,7 +66,7 @@ def generate(
     Raises:
         GdnError: an argument is not as above, or ids are beyond the vocabulary.
     """
-    asked = requested(model, ids, max_new_tokens, mask, Sampling(temperature, top_k, top_p, stop, rng), cache_length)
+    asked = requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
     graph, weights = nnx.split(model)
     logits, cache = prefill(graph, weights, asked.ids, asked.mask, asked.room)
     tokens, lengths, _ = _continue(graph, weights, logits, cache, asked.drawing, asked.count, asked.greedy, asked.top_k)

@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
         both = jnp.concatenate([self.kv_norm(both[..., : s.rank]), both[..., s.rank :]], axis=-1)
         if past is not None:
             past = past.with_tokens(both, start)
-            both = past.both.astype(both.dtype)
+            both = past.of_layer().astype(both.dtype)
         # One token reads the latents as they are; for many it is less work to make all heads' keys and values once.
         o = (self._by_latents if T == 1 else self._by_heads)(q, both, seen, start)
         return self.o_proj(o.reshape(B, T, -1)), past

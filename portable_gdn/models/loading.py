@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 from ..checkpoint import provenance
 from ..checkpoint.configuration import text_config
-from ..checkpoint.loading import load_tree
+from ..checkpoint.loading import load_stacks
 from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
 from ..spec.errors import GdnError, bad
@@ -27,6 +27,7 @@ def load_model(
     backend: str | None = None,
     precision: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    scan: bool = True,
 ) -> Decoder:
     """The model of a port, with its weights; each leaf is read once, and keeps its dtype and its name.
 
@@ -37,6 +38,7 @@ def load_model(
         precision: of the linear-attention layers, as in ``gated_delta_rule``. "highest" asks it of all products: with
             float32, nothing is rounded on any device.
         progress: called with what is read, the bytes read before it, and those of the whole model.
+        scan: whether layers that repeat are compiled once, with stacked weights, as in ``Decoder``.
 
     Raises:
         GdnError: the folder is no such port or not whole, has no configuration, or is of a family that has no decoder
@@ -53,14 +55,18 @@ def load_model(
     shapes = {name: found.where[name][1].shape for name in found.where if name not in carried}
     settings = settings_of(facts, provenance.source_config(folder), shapes)
 
-    abstract = nnx.eval_shape(
-        lambda: Decoder(settings, rngs=nnx.Rngs(0), dtype=dtype, backend=backend, precision=precision)
-    )
-    graph, state = nnx.split(abstract)
-    places = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    _check_leaves(folder, {name: leaf.shape for name, (_, leaf) in places.items()}, shapes, settings)
-    leaves = dict(_flat(load_tree(folder, names=shapes, progress=progress)))
-    filled = [(path, leaf.replace(leaves.pop(name))) for name, (path, leaf) in places.items()]
+    options = {"dtype": dtype, "backend": backend, "precision": precision}
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
+    dtypes = {name: found.where[name][1].dtype for name in shapes}
+    if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):
+        model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False, **options))
+    graph, state = nnx.split(model)
+    places = {".".join(map(str, path)): (path, leaf, model.names(path)) for path, leaf in nnx.to_flat_state(state)}
+    want = {name: leaf.shape[len(names) > 1 :] for _, leaf, names in places.values() for name in names}
+    _check_leaves(folder, want, shapes, settings)
+    asked = {key: names if len(names) > 1 else names[0] for key, (_, _, names) in places.items()}
+    leaves = load_stacks(folder, asked, progress=progress)
+    filled = [(path, leaf.replace(leaves.pop(key))) for key, (path, leaf, _) in places.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
@@ -104,11 +110,3 @@ def _check_leaves(
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _flat(tree: Mapping[str, Any], start: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{start}{key}.")
-        else:
-            yield start + key, value

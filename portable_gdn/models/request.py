@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from ..spec.errors import GdnError, bad
 from .decoder import Decoder, checked_ids, checked_mask
 
-__all__ = ["Request", "Sampling", "requested"]
+__all__ = ["Request", "requested"]
 
 Array = Any
 ROOM = 128
@@ -36,35 +36,27 @@ class Request:
     top_k: int | None
 
 
-class Sampling(NamedTuple):
-    """How tokens are chosen: the arguments of ``generate`` that say so."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    stop: int | Iterable[int] | None
-    rng: int | Array | None
-
-
 def requested(
     model: Decoder,
     ids: Array,
     max_new_tokens: int,
     mask: Array | None,
-    sampling: Sampling,
+    sampling: tuple[float, int | None, float | None, int | Array | None],
+    stop: int | Iterable[int] | None,
     cache_length: int | None,
 ) -> Request:
-    """The request of these arguments, which are those of ``generate``.
+    """The request of these arguments, which are those of ``generate``; ``sampling`` is its temperature, top_k, top_p,
+    and rng.
 
     Raises:
         GdnError: an argument is not as ``generate`` asks for.
     """
+    temperature, top_k, top_p, rng = sampling
     if not isinstance(model, Decoder):
         raise bad("model", f"a {type(model).__name__}", "be a Decoder, such as load_model returns")
     ids = checked_ids(ids, model.settings.vocabulary)
     if mask is not None:
         mask = _left_padded(checked_mask(mask, ids.shape))
-    temperature, top_k, top_p, stop, rng = sampling
     _check_sampling(max_new_tokens, temperature, top_k, top_p)
     room = _room(cache_length, ids.shape[1], int(max_new_tokens))
     drawing = (

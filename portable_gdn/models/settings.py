@@ -88,7 +88,7 @@ class ExpertSettings:
     """How the router's logits become weights: "sigmoid" has a bias, which counts in the choice of experts only."""
     groups: int = 1
     groups_used: int = 1
-    """In how many of the groups of experts a token's experts may be: those whose best two sum to the most."""
+    """In how many of the groups a token's experts may be: those with the largest sum of two scores."""
     scale: float = 1.0
     """What the weights are multiplied by at last."""
 

@@ -47,16 +47,21 @@ def begin(logits: Array, drawing: Drawing, greedy: bool, top_k: int | None) -> t
 def follow(
     graph: Any,
     weights: Any,
-    n: Array,
-    before: tuple[Array, Array],
+    before: tuple[Array, Array, Array],
     cache: Cache,
     drawing: Drawing,
     greedy: bool,
     top_k: int | None,
 ) -> tuple[Array, Array, Cache]:
-    """Token n of each row and which rows are done with it, given both of the one before; the cache takes the given
-    one's place in memory."""
-    token, done = before
+    """The next token of each row, [B], which rows are done after it, and the cache, in the given one's memory.
+
+    Args:
+        graph, weights: the model, split.
+        before: how many tokens were written, the last one of each row, and which rows were done.
+        cache: of all tokens but these.
+        drawing, greedy, top_k: as in ``Request``.
+    """
+    n, token, done = before
     logits, cache = nnx.merge(graph, weights)(token[:, None], None, cache)
     token, done = choose(n, logits[:, 0], token, done, drawing, greedy, top_k)
     return token, done, cache

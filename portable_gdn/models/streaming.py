@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..spec.errors import suggests_keywords
 from .decoder import Decoder
-from .request import Request, Sampling, requested
+from .request import Request, requested
 from .stepping import begin, follow, prefill
 
 __all__ = ["Stream", "stream"]
@@ -64,7 +64,7 @@ class Stream:
         for n in range(1, asked.count):
             if over:
                 return
-            step = (self._graph, self._weights, jnp.int32(n), (token, done), cache, asked.drawing, *chosen)
+            step = (self._graph, self._weights, (jnp.int32(n), token, done), cache, asked.drawing, *chosen)
             if n == 1:
                 self._compiled(follow, step)
             started = time.perf_counter()
@@ -105,5 +105,6 @@ def stream(
     Raises:
         GdnError: an argument is not as ``generate`` asks for.
     """
-    sampling = Sampling(temperature, top_k, top_p, stop, rng)
-    return Stream(model, requested(model, ids, max_new_tokens, mask, sampling, cache_length))
+    return Stream(
+        model, requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
+    )
