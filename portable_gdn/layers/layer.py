@@ -14,7 +14,8 @@ from flax import nnx
 
 from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_mixer_step
 from ..spec.errors import bad
-from .explicit import projected, with_whole_channels
+from .axes import named, named_linear
+from .explicit import Projection, with_whole_channels
 from .inputs import as_input
 from .options import LayerOptions
 from .parts import GATES, GatedNorm, ShortConvolution
@@ -44,26 +45,33 @@ class Layer(nnx.Module):
         # A tuple, since a dict would make the module's graph unhashable.
         linear = {"dtype": options.get("dtype"), "param_dtype": weights}
         self._linear = (*linear.items(), ("precision", options.get("projection_precision")))
-        self.q_proj = self._project(hidden_size, H * K, rngs)
-        self.k_proj = self._project(hidden_size, H * K, rngs)
-        self.v_proj = self._project(hidden_size, HV * V, rngs)
+        self.q_proj = self._by_heads(H * K, rngs, keys=True)
+        self.k_proj = self._by_heads(H * K, rngs, keys=True)
+        self.v_proj = self._by_heads(HV * V, rngs)
         if self.conv_size:
             bias = options.get("conv_bias", False)
             self.q_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.k_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.v_conv1d = ShortConvolution(HV * V, self.conv_size, bias, weights, rngs)
         self.o_norm = GatedNorm(V, norm_eps, gate, options.get("norm_dtype", jnp.float32))
-        self.o_proj = self._project(HV * V, hidden_size, rngs)
+        self.o_proj = named_linear(self._project(HV * V, hidden_size, rngs), ("heads", HV), ("embed", hidden_size))
 
-    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        return nnx.Linear(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
+    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> Projection:
+        return Projection(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
 
-    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs) -> None:
-        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them."""
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
+    def _by_heads(self, out: int, rngs: nnx.Rngs, bias: bool = False, keys: bool = False) -> Projection:
+        """A projection of x whose columns are those of value heads, or of key heads."""
+        heads = ("key_heads", self.num_heads) if keys else ("heads", self.num_value_heads)
+        return named_linear(self._project(self.hidden_size, out, rngs, bias), ("embed", self.hidden_size), heads)
+
+    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs, keys: bool = False) -> None:
+        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them; ``keys``: of key heads."""
+        axis = ("key_heads" if keys else "heads", heads)
+        A_log = jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0))
+        self.A_log = named(nnx.Param(A_log), axis)
         span = jax.random.uniform(rngs.params(), (heads * channels,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
         dt = jnp.maximum(jnp.exp(span), 1e-4)
-        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+        self.dt_bias = named(nnx.Param(dt + jnp.log(-jnp.expm1(-dt))), axis)
 
     @property
     def _channels(self) -> int:
@@ -177,7 +185,7 @@ class Layer(nnx.Module):
         }
 
     def _projected(self, o: Array) -> Array:
-        return projected(self.o_proj, o.reshape(*o.shape[:-2], -1))
+        return self.o_proj(o.reshape(*o.shape[:-2], -1))
 
     def _beta(self, x: Array) -> Array:
         return self.beta_scale * jax.nn.sigmoid(x.astype(jnp.float32))
