@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        Batch,
         BoundedGate,
         MixerState,
         RuleStates,
         ShortConv,
         SoftplusGate,
+        StatePool,
         explain,
         gated_delta_mixer,
+        gated_delta_mixer_update,
         gated_delta_rule,
         gated_delta_rule_step,
+        gated_delta_rule_update,
+        state_pool,
     )
     from .dispatch import register_backend
     from .parallel.sharding import Sharding
@@ -33,15 +38,20 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         (
+            "Batch",
             "BoundedGate",
             "MixerState",
             "RuleStates",
             "ShortConv",
             "SoftplusGate",
+            "StatePool",
             "explain",
             "gated_delta_mixer",
+            "gated_delta_mixer_update",
             "gated_delta_rule",
             "gated_delta_rule_step",
+            "gated_delta_rule_update",
+            "state_pool",
         ),
         "api",
     ),
@@ -56,6 +66,7 @@ _HOME = {
 
 __all__ = [
     "Backend",
+    "Batch",
     "BoundedGate",
     "GdnError",
     "MixerState",
@@ -67,12 +78,16 @@ __all__ = [
     "ShortConv",
     "Signature",
     "SoftplusGate",
+    "StatePool",
     "__version__",
     "explain",
     "gated_delta_mixer",
+    "gated_delta_mixer_update",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_delta_rule_update",
     "register_backend",
+    "state_pool",
     "watch",
 ]
 
