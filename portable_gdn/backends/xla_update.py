@@ -8,7 +8,7 @@ chunk by chunk, each reading and writing its slot where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from ..spec.slots import (
 from ..spec.stages import Algebra
 from .xla_chunks import Windows, longer, product
 
-__all__ = ["Steps", "step_by_step", "update"]
+__all__ = ["Steps", "Under", "step_by_step", "update", "updated"]
 
 Array = Any
 Arrays = dict[str, Array]
@@ -53,25 +53,38 @@ def update(s: Signature, size: int, operands: Arrays, pool: Arrays, emulate: boo
     Args:
         size: tokens a chunk. operands: without the pool's. emulate: round products as a TPU does.
     """
+    return updated(s, Algebra(jnp, product(s.precision, emulate)), size, operands, pool)
+
+
+def updated(
+    s: Signature,
+    algebra: Algebra,
+    size: int,
+    operands: Arrays,
+    pool: Arrays,
+    steps: Callable[[Under], Steps] | None = None,
+) -> tuple[Array, Arrays]:
+    """What ``update`` returns, inside of a trace; ``steps`` is another way to go step by step than XLA's."""
     held = varying({**operands, **pool})
     u = Under(s, {name: held[name] for name in operands}, {name: held[name] for name in pool})
-    done = step_by_step(u, u.states())
+    done = step_by_step(u, u.states()) if steps is None else steps(u)
     pool = u.written(done)
     o = u.outputs(done.o)
     if u.most < s.T:
         long = (u.rows.length > u.most) & u.rows.alive
-        run = partial(_chunks, u, Algebra(jnp, product(s.precision, emulate)), size, long)
+        run = partial(_chunks, u, algebra, size, long)
         pool[RECURRENT], o = lax.cond(jnp.any(long), run, lambda states, o: (states, o), pool[RECURRENT], o)
     return finish(jnp, s, {}, o), pool
 
 
 class Steps(NamedTuple):
-    """What steps leave: o [N, P, HV, V]; the states to commit [N, HV, K, V]; those at checkpoints, one array for each
-    of the multiples that a row's steps can reach."""
+    """What steps leave: o [N, P, HV, V]; the states to commit [N, HV, K, V], or None; those at checkpoints, one array
+    for each of the multiples that a row's steps can reach; and the pool's states where they are committed already."""
 
     o: Array
-    states: Array
+    states: Array | None
     checkpoints: tuple[Array, ...]
+    pool: Array | None = None
 
 
 class Under:
@@ -165,7 +178,10 @@ class Under:
         s, rows, pool = self.s, self.rows, dict(self.pool)
         put = lambda name, slot, a: pool[name].at[slot].set(a.astype(pool[name].dtype), mode="drop")  # noqa: E731
         write = self.slots(rows.alive, rows.write)
-        pool[RECURRENT] = put(RECURRENT, write, swap_state(jnp, s, done.states))
+        if done.pool is not None:
+            pool[RECURRENT] = done.pool
+        else:
+            pool[RECURRENT] = put(RECURRENT, write, swap_state(jnp, s, done.states))
         if s.conv is not None:
             pool[CONV] = put(CONV, write, self.inputs_after(rows.committed))
         for number in range(min(self.kind.columns, self._most_checkpoints(s.T + self.kind.room))):
@@ -182,15 +198,12 @@ class Under:
             pool[PENDING] = put(PENDING, write, rows.length * rows.waits)
         if self.kind.window:
             place = jnp.broadcast_to(jnp.arange(self.most, dtype=jnp.int32), (s.N, self.most))
-            slot = jnp.where(
-                (rows.waits > 0)[:, None] & (place < rows.length[:, None]), write[:, None], self.kind.slots
-            )
+            slot = self.slots(rows.waits > 0, rows.write)  # a whole row at a time, zeros behind its tokens
             for name in waiting(s):
-                key = window_name(name)
-                new = self.at(name, place + rows.accepted[:, None]).astype(pool[key].dtype)
-                pool[key] = (
-                    pool[key].at[slot, place].set(jnp.reshape(new, (*place.shape, *pool[key].shape[2:])), mode="drop")
-                )
+                into = pool[window_name(name)]
+                new = self.at(name, place + rows.accepted[:, None]).astype(into.dtype)
+                new = jnp.reshape(new, (*place.shape, *into.shape[2:]))
+                pool[window_name(name)] = into.at[slot, : self.most].set(new, mode="drop")
         return pool
 
     def _most_checkpoints(self, tokens: int) -> int:
