@@ -71,7 +71,7 @@ def test_what_the_kernel_leaves_to_others_is_told():
 
 @pytest.mark.slow
 def test_a_step_costs_no_more_than_reading_and_writing_its_states():
-    """One token of each of 64 rows, compiled for each chip: traffic, and the longer of code and traffic to the floor."""
+    """One token of each of 64 rows, compiled for each chip: traffic, and code or traffic beside the floor."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed; `pip install 'portable-gdn[tpu]'` brings it")
     spec = importlib.util.spec_from_file_location("tpu_decode", ROOT / "benchmarks" / "tpu_decode.py")
