@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from . import dispatch
 from .door import check_host_boundaries, describe
-from .gathering import add, gate_kind
+from .gathering import add, gate_kind, mixer_operands
 from .parallel.calls import compute
 from .parallel.placement import signature_of_a_shard
 from .parallel.sharding import Sharding
@@ -18,13 +18,15 @@ from .serving.batch import Batch
 from .serving.calls import gated_delta_mixer_update, gated_delta_rule_update, update_operands
 from .serving.pool import StatePool, state_pool
 from .spec.conv import ShortConv
-from .spec.errors import bad, suggests_keywords
+from .spec.errors import suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
+from .spec.norm import GatedRMSNorm
 from .spec.problem import Options, UpdateOptions
 
 __all__ = [
     "Batch",
     "BoundedGate",
+    "GatedRMSNorm",
     "MixerState",
     "RuleStates",
     "ShortConv",
@@ -32,6 +34,7 @@ __all__ = [
     "StatePool",
     "explain",
     "gated_delta_mixer",
+    "gated_delta_mixer_step",
     "gated_delta_mixer_update",
     "gated_delta_rule",
     "gated_delta_rule_step",
@@ -229,6 +232,8 @@ def gated_delta_mixer(
     beta: Array | None = None,
     erase: Array | None = None,
     write: Array | None = None,
+    output_norm: GatedRMSNorm | None = None,
+    z: Array | None = None,
     scale: float | None = None,
     state: MixerState | None = None,
     output_final_state: bool = False,
@@ -245,64 +250,101 @@ def gated_delta_mixer(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState | None]:
-    """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
+    """Short convolution, l2 norm, gates, rule and output norm in one call: a layer between its projections.
 
     Args:
         qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K] twice and [B, T, HV * V].
         conv: the convolution over the channels q | k | v.
         num_heads: key heads H; value heads are those of g or beta.
         key_dim: K; needed where qkv is one array.
+        output_norm: the norm of each value head's output, with its weight and the activation of its gate; None is none.
+        z: the gate of output_norm before its activation, [B, T, HV * V] or [B, T, HV, V], any float dtype.
         state: what an earlier call returned; None starts from zeros.
         qk_l2norm: whether q and k are normalised after the convolution; here True by default, as models do.
-        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output.
+        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output, unless the
+        backend's declared rounding says so of the norm's input.
 
     Returns:
-        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for).
+        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for). A caller that
+        projects reshapes o to [B, T, HV * V], which costs nothing: that is how kernels write it.
 
     Raises:
         GdnError: as ``gated_delta_rule``.
     """
-    if not isinstance(conv, ShortConv):
-        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
-    if conv.weight is None:
-        raise bad("conv.weight", "None", "be an array [channels, W]")
-    if state is not None and not (isinstance(state, tuple) and len(state) == 2):
-        raise bad("state", f"a {type(state).__name__}", "be None or a MixerState")
-    recurrent, before = (None, None) if state is None else state
-    if isinstance(qkv, (tuple, list)):
-        if len(qkv) != 3:
-            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
-        operands = dict(zip("qkv", qkv, strict=True))
-    else:
-        operands = {"qkv": qkv}
-    add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
-    kind = gate_kind(operands, gate)
-    add(
-        operands,
-        g=g,
-        beta=beta,
-        erase=erase,
-        write=write,
-        initial_state=recurrent,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
-        mask=mask,
-    )
+    mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
+    mixed |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids, "mask": mask}
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
     options = Options(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=kind,
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
-        conv_activation=conv.activation,
         num_heads=num_heads,
         key_dim=key_dim,
+        **kinds,
     )
     result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
+
+
+@suggests_keywords
+def gated_delta_mixer_step(
+    qkv: Array | tuple[Array, Array, Array],
+    g: Array | None = None,
+    *,
+    conv: ShortConv,
+    num_heads: int,
+    key_dim: int | None = None,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    output_norm: GatedRMSNorm | None = None,
+    z: Array | None = None,
+    state: MixerState | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    gate: Gate | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[Array, MixerState]:
+    """One token of the mixer, for decoding.
+
+    Args:
+        qkv: [B, channels], or three arrays: [B, H * K] twice and [B, HV * V].
+        g: [B, HV], [B, HV, n] or [B, HV, K]; beta: [B, HV]; erase: [B, HV, K]; write: [B, HV, V].
+        z: [B, HV * V] or [B, HV, V].
+        state: what ``gated_delta_mixer`` or an earlier step returned, [B, HV, K, V] and [B, W - 1, channels]; None is
+            the start. The rest as in ``gated_delta_mixer``.
+
+    Returns:
+        o [B, HV, V] in qkv's dtype, and the new state, both parts float32.
+
+    Raises:
+        GdnError: as ``gated_delta_rule``.
+    """
+    mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
+    options = Options(
+        scale=scale,
+        output_final_state=True,
+        qk_l2norm=qk_l2norm,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        step=True,
+        num_heads=num_heads,
+        key_dim=key_dim,
+        **kinds,
+    )
+    result, _ = compute(operands, options, backend, check_values, sharding)
+    return result.o, MixerState(result.state, result.conv_state)
 
 
 @suggests_keywords

@@ -4,13 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from .spec.conv import ShortConv
 from .spec.errors import bad
 from .spec.gates import BoundedGate, SoftplusGate
-from .spec.problem import GateKind
+from .spec.norm import GatedRMSNorm
+from .spec.problem import GateKind, NormKind
 
-__all__ = ["add", "gate_kind"]
+__all__ = ["add", "gate_kind", "mixer_operands"]
 
 Array = Any
+
+
+def mixer_operands(
+    qkv: Any,
+    conv: Any,
+    output_norm: Any,
+    gate: SoftplusGate | BoundedGate | None,
+    state: Any,
+    others: dict[str, Array | None],
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """A mixer's operands by name, and what is left of convolution, gate and norm for the options.
+
+    Args:
+        qkv, conv, output_norm, gate, state: of the call. others: its other operands by name.
+    """
+    if not isinstance(conv, ShortConv):
+        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
+    if conv.weight is None:
+        raise bad("conv.weight", "None", "be an array [channels, W]")
+    if output_norm is not None and not isinstance(output_norm, GatedRMSNorm):
+        raise bad("output_norm", f"a {type(output_norm).__name__}", "be None or a GatedRMSNorm")
+    if state is not None and not (isinstance(state, tuple) and len(state) == 2):
+        raise bad("state", f"a {type(state).__name__}", "be None or a MixerState")
+    recurrent, before = (None, None) if state is None else state
+    if isinstance(qkv, (tuple, list)):
+        if len(qkv) != 3:
+            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
+        operands = dict(zip("qkv", qkv, strict=True))
+    else:
+        operands = {"qkv": qkv}
+    add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
+    kinds: dict[str, Any] = {"conv_activation": conv.activation, "gate": gate_kind(operands, gate), "norm": None}
+    if output_norm is not None:
+        add(operands, norm_weight=output_norm.weight)
+        kinds["norm"] = NormKind(output_norm.eps, output_norm.activation)
+    add(operands, initial_state=recurrent, **others)
+    return operands, kinds
 
 
 def add(operands: dict[str, Array], **named: Array | None) -> None:

@@ -16,14 +16,14 @@ import pytest
 from rich.table import Table
 from typer.testing import CliRunner
 
-from portable_gdn.cli import interruption, output, port
+from portable_gdn.cli import interruption, output
 from portable_gdn.cli.main import app
 from portable_gdn.harness.tensor_file import TensorWriter
 from portable_gdn.spec.errors import GdnError
 
 COMMANDS = (
     "info", "verify", "record", "compare", "bisect", "check", "handover", "doctor", "capture", "port", "inspect",
-    "tpu-report", "gpu-report",
+    "generate", "tpu-report", "gpu-report",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_commands_tell_their_progress(arguments, tmp_path, monkeypatch):
 @pytest.mark.parametrize("title", ["port", "back"])
 def test_a_port_tells_how_many_bytes_are_done(title, monkeypatch, capsys):
     monkeypatch.setattr(output, "EVERY", 0.05)
-    with port._bar(title) as update:
+    with output.bytes_bar(title) as update:
         update("model-00001-of-00002.safetensors", 3 << 20, 8 << 20)
         time.sleep(0.3)
     first, *_ = capsys.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import facts, read_file, realistic, save, tensors
+from checkpoints import checkpoint, facts, read_file, realistic, save, tensors
 from typer.testing import CliRunner
 
 from portable_gdn.checkpoint import back, port
@@ -136,3 +136,13 @@ def test_wrapped_models_are_proved_like_others(tmp_path, family, how):
     port(source, tmp_path / "out", "jax")
     report = proof.check(tmp_path / "out")
     assert report.ok, (report.wrong, report.unrun)
+
+
+def test_layers_under_another_familys_names_are_said_to_be_no_model(tmp_path):
+    """Before anything is written; a port in the family's own names is a model, and nothing is said."""
+    fla = checkpoint(tmp_path / "fla", "fla_gated_deltanet")
+    said = CliRunner().invoke(app, ["port", str(fla), str(tmp_path / "out"), "--to", "hf"])
+    note = "note: only linear-attention layers are written, under Qwen3-Next's names: no model class of transformers"
+    assert said.output.startswith(note)
+    assert said.output.count("note: only") == 1
+    assert "only linear-attention" not in CliRunner().invoke(app, ["port", str(fla), "--to", "fla", "--dry-run"]).output

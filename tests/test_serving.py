@@ -274,6 +274,30 @@ def test_slots_travel(library):
         Setting(library=library).pool().import_(1, pool.export(1)._replace(window={}))
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_output_norm_and_its_gate_are_in_the_call(library):
+    setting = Setting(library=library, mixer=True)
+    rng = np.random.default_rng(0)
+    x, rest = draw_tokens("GDN", 9, 0, mixer=True), parameters("GDN", True)
+    z, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 32), (16,)))
+    z[9:] = np.nan
+    norm = pg.GatedRMSNorm(setting.array(weight))
+    whole = pg.gated_delta_mixer(
+        x["qkv"][None], x["g"][None], beta=x["beta"][None], z=z[None, :9], output_norm=pg.GatedRMSNorm(weight),
+        conv=pg.ShortConv(rest["conv_weight"], rest["conv_bias"]), num_heads=1, key_dim=8,
+    )[0][0]  # fmt: skip
+    pool, outputs, at = setting.pool(), [], 0
+    for n in (3, 1, 5):
+        some = {name: np.full((12, *a.shape[1:]), np.nan, a.dtype) for name, a in (x | {"z": z[:9]}).items()}
+        for name, a in (x | {"z": z[:9]}).items():
+            some[name][:n] = a[at : at + n]
+        o, pool = setting.call({**some, **rest}, pool, pg.Batch([0, n], [2], [at]), output_norm=norm)
+        assert not np.any(o[n:])
+        outputs.append(o[:n])
+        at += n
+    np.testing.assert_allclose(np.concatenate(outputs), whole, rtol=2e-5, atol=2e-6)
+
+
 def test_explain_says_which_backend_serves():
     setting = Setting()
     x = {name: setting.array(a) for name, a in draw_tokens("GDN", 3, 0).items()}

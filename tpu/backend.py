@@ -15,12 +15,13 @@ from ..backends.xla_backend import BACKEND as XLA
 from ..backends.xla_backend import pool_apart
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
-from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
+from ..spec.precision import DEFAULT, FAST, HIGHEST, NORM_INPUTS, Rounding
 from ..spec.problem import Problem, Result, Signature, UpdateResult
 from .chips import target
 from .kernels.common.tiles import LANES
+from .kernels.epilogue.plan import describe_norm
 from .kernels.pipelined.backward_plan import describe_gradients
-from .kernels.pipelined.plan import describe
+from .kernels.pipelined.plan import describe, norm_inside, pipeline
 from .kernels.plain.plan import TABLE_LIMIT, backward_plan, plan
 from .kernels.window.plan import window_plan
 
@@ -107,7 +108,12 @@ class Pallas(Backend):
             p = window_plan(signature, chip)
             assert p is not None
             return f"window, {p.value_heads} value heads and {p.places} tokens a step at most; longer rows by XLA"
-        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}"
+        parts = (
+            describe(signature, chip),
+            f"gradients: {describe_gradients(signature, chip)}",
+            describe_norm(signature, chip),
+        )
+        return "; ".join(filter(None, parts))
 
     def _interpret(self) -> Any:
         return False
@@ -168,7 +174,11 @@ class Pallas(Backend):
         names = (
             _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
         )
-        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature, here).C)
+        found = {name: format for name, format in kept.items() if name in names}
+        if signature.norm is not None and signature.dtype != "float32" and signature.precision != "highest":
+            inside = norm_inside(signature) and pipeline(signature, here) is not None
+            found |= dict.fromkeys(("o_kept",) if inside else NORM_INPUTS, signature.dtype)
+        return Rounding(found, plan(signature, here).C)
 
 
 class Alone(Pallas):

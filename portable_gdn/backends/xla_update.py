@@ -19,9 +19,9 @@ from jax import lax
 from ..spec import chunkwise
 from ..spec.chunkwise import ChunkOperands
 from ..spec.jax_tracing import own_settings, varying, varying_like
-from ..spec.operands import BATCH_OPERANDS, GATES, WITH_TOKENS
+from ..spec.operands import BATCH_OPERANDS, GATES, OPERANDS, PER_TOKEN, WITH_TOKENS
 from ..spec.problem import Signature
-from ..spec.prologue import finish, prepare, swap_state
+from ..spec.prologue import normed, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.slots import (
     CONV,
@@ -40,6 +40,9 @@ from ..spec.stages import Algebra
 from .xla_chunks import Windows, longer, product
 
 __all__ = ["Steps", "Under", "step_by_step", "update", "updated"]
+
+#: Operands with tokens that the rule is computed from; the others act on its output.
+BEFORE_THE_RULE = tuple(name for name in PER_TOKEN if not OPERANDS[name].output)
 
 Array = Any
 Arrays = dict[str, Array]
@@ -74,7 +77,10 @@ def updated(
         long = (u.rows.length > u.most) & u.rows.alive
         run = partial(_chunks, u, algebra, size, long)
         pool[RECURRENT], o = lax.cond(jnp.any(long), run, lambda states, o: (states, o), pool[RECURRENT], o)
-    return finish(jnp, s, {}, o), pool
+    if s.norm is not None:  # of padding, too, whose gates may be anything
+        o = normed(jnp, s, held, o)
+        o = jnp.where(token_rows(jnp, s, u.rows, o)[1][:, None, None], o, 0.0)
+    return o.astype(s.dtype), pool
 
 
 class Steps(NamedTuple):
@@ -149,7 +155,7 @@ class Under:
         """The tokens that go step by step, as the bare rule takes them, [N, P, heads, ...]."""
         s = self.s
         place = jnp.broadcast_to(jnp.arange(self.places, dtype=jnp.int32), (s.N, self.places))
-        x = {name: self.at(name, place) for name in self.x if name in WITH_TOKENS}
+        x = {name: self.at(name, place) for name in self.x if name in BEFORE_THE_RULE}
         rest = {name: a for name, a in self.x.items() if name not in WITH_TOKENS and name not in BATCH_OPERANDS}
         if self.past is not None:
             rest["conv_state"] = self.past
@@ -277,7 +283,7 @@ def _chunks(u: Under, algebra: Algebra, size: int, long: Array, states: Array, o
         long: the rows, boolean [N].
     """
     s = u.s
-    x = {name: a[None] for name, a in u.x.items() if name in WITH_TOKENS}
+    x = {name: a[None] for name, a in u.x.items() if name in BEFORE_THE_RULE}
     x |= {name: a for name, a in u.x.items() if name not in WITH_TOKENS and name not in BATCH_OPERANDS}
     if s.conv is not None:
         x["conv_state"] = u.inputs_after(u.rows.accepted)

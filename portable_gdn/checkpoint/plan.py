@@ -73,7 +73,17 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what was done that nobody asked for."""
-        return (*self.read.notes, *(file.note for file in self.beside if file.note), *self.left)
+        return (*self.read.notes, *self._alone, *(file.note for file in self.beside if file.note), *self.left)
+
+    @property
+    def _alone(self) -> tuple[str, ...]:
+        family = family_named(self.settings.get("family") or "")
+        if not self.foreign or family is None:
+            return ()
+        return (
+            f"only linear-attention layers are written, under {family.title}'s names: no model class of transformers "
+            f"or flash-linear-attention loads them, and whatever else the source has waits in the side file",
+        )
 
     @property
     def nbytes(self) -> int:

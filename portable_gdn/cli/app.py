@@ -12,6 +12,7 @@ from . import (
     check,
     compare,
     doctor,
+    generate,
     gpu_report,
     handover,
     info,
@@ -65,5 +66,6 @@ app.command()(doctor.doctor)
 app.command()(capture.capture)
 app.command()(port.port)
 app.command()(port.inspect)
+app.command()(generate.generate)
 app.command("tpu-report")(tpu_report.tpu_report)
 app.command("gpu-report")(gpu_report.gpu_report)

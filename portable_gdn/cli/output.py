@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +34,8 @@ from ..spec.errors import bad
 from . import interruption
 
 __all__ = [
-    "chosen", "console", "did_you_mean", "messages", "plain_progress", "print_json", "progress_bar", "say",
-    "say_verdict", "show", "times", "write_whole",
+    "bytes_bar", "chosen", "console", "did_you_mean", "in_bytes", "messages", "plain_progress", "print_json",
+    "progress_bar", "say", "say_verdict", "show", "times", "write_whole",
 ]  # fmt: skip
 
 #: Columns of a "screen" that is a pipe or a file: nothing is cut or broken there.
@@ -178,6 +187,35 @@ def plain_progress(title: str, figure: Callable[[int], str] = str, every: float 
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def bytes_bar(title: str) -> Iterator[Update]:
+    """A bar of bytes on standard error, or a line now and then where that is no terminal."""
+    if not messages.is_terminal or messages.is_dumb_terminal:
+        with plain_progress(title, in_bytes) as update:
+            yield update
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=messages, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(what: str, done: int, of: int | None) -> None:
+            interruption.obey()
+            progress.update(task, description=f"{title}  {what[-40:]:40}", completed=done, total=of)
+
+        yield update
+
+
+def in_bytes(n: float) -> str:
+    """A number of bytes for people: "340 B", "1.2 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
 
 
 def write_whole(path: Path, text: str) -> None:

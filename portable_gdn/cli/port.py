@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from ..checkpoint import porting, proof, provenance
@@ -18,8 +17,7 @@ from ..checkpoint.report import describe_plan
 from ..checkpoint.targets import TARGETS
 from ..checkpoint.targets.maxtext import LAYOUTS, layout_of
 from ..spec.errors import bad
-from . import interruption
-from .output import Update, console, messages, plain_progress, print_json, progress_bar, show
+from .output import bytes_bar, console, in_bytes, messages, print_json, progress_bar, show
 
 __all__ = ["inspect", "port"]
 
@@ -125,25 +123,27 @@ def port(
         )
         print_json(facts) if as_json else _print_plan(facts)
         return
-    with nullcontext() if dry_run else _resumable(), _bar("back" if back else "port") as update:
+    said: tuple[str, ...] = ()  # before anything is written
+    with nullcontext() if dry_run else _resumable(), bytes_bar("back" if back else "port") as update:
         if back:
             outcome = porting.back(
                 source, target, lossy=lossy, allow_overflow=allow_overflow, progress=update, dry_run=dry_run
             )
         else:
-            outcome = porting.port(
+            plan = porting.plan_of(
                 source,
-                target,
                 str(to),
                 family=family,
                 dtype=dtype,
                 layout=layout,
                 base=base,
-                shard_size=int(shard_size * 1e9),
-                allow_overflow=allow_overflow,
                 dequantise=dequantise,
-                progress=update,
+                out=target,
             )
+            said = plan.notes
+            if not as_json:
+                _say_notes(said)
+            outcome = porting.write(plan, target, int(shard_size * 1e9), update, allow_overflow)
     facts = {
         "out": str(outcome.out), "files": outcome.files, "tensors": outcome.tensors, "bytes": outcome.nbytes,
         "resumed_files": outcome.resumed, "changed": outcome.changed, "beside": outcome.beside,
@@ -152,10 +152,9 @@ def port(
     if as_json:
         print_json(facts)
         return
-    for note in outcome.notes:
-        console.print(f"note: {note}", markup=False)
+    _say_notes(tuple(note for note in outcome.notes if note not in said))
     done = "would be in" if dry_run else "read back, compared by hash, and now in"
-    console.print(f"{outcome.tensors} tensors, {_bytes(outcome.nbytes)}, {done} {outcome.out}", markup=False)
+    console.print(f"{outcome.tensors} tensors, {in_bytes(outcome.nbytes)}, {done} {outcome.out}", markup=False)
     if back and not dry_run:
         same = outcome.tensors - len(outcome.changed)
         console.print(f"{same} of {outcome.tensors} have the bytes that were ported")
@@ -165,6 +164,11 @@ def port(
         _names("files beside them, as they are", outcome.beside, _FILES)
     if outcome.edited:
         _names("of these, no longer as they were ported", outcome.edited, _FILES)
+
+
+def _say_notes(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
 
 
 def _check(port: Path, source: Path | None, backends: list[str], as_json: bool) -> None:
@@ -222,34 +226,6 @@ def _resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-@contextmanager
-def _bar(title: str) -> Iterator[Update]:
-    """A bar of bytes on standard error, or a line now and then where that is no terminal."""
-    if not messages.is_terminal or messages.is_dumb_terminal:
-        with plain_progress(title, _bytes) as update:
-            yield update
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=messages, transient=True) as progress:
-        task = progress.add_task(title, total=None)
-
-        def update(what: str, done: int, of: int | None) -> None:
-            interruption.obey()
-            progress.update(task, description=f"{title}  {what[-40:]:40}", completed=done, total=of)
-
-        yield update
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} GiB"
-
-
 _FILES = 24  # named in a line
 
 
@@ -267,20 +243,20 @@ def _table(*columns: str) -> Table:
 
 def _print_plan(facts: dict[str, Any]) -> None:
     console.print(
-        f"{facts['title']} ({facts['family']}), {_bytes(facts['source_bytes'])} in {facts['source']}", markup=False
+        f"{facts['title']} ({facts['family']}), {in_bytes(facts['source_bytes'])} in {facts['source']}", markup=False
     )
     console.print(", ".join(f"{dim} = {n}" for dim, n in facts["sizes"].items()), markup=False)
     console.print(f"linear attention in {len(facts['linear_layers'])} layers; mixer: {facts['mixer']}", markup=False)
     table = _table("tensor", "tensors", "dtype", "shape", "size", f"in {facts['target']}")
     for row in facts["tensors"]:
         table.add_row(
-            row["source"], str(row["count"]), row["dtype"], row["shape"].replace("[", r"\["), _bytes(row["bytes"]),
+            row["source"], str(row["count"]), row["dtype"], row["shape"].replace("[", r"\["), in_bytes(row["bytes"]),
             "\n".join(row["becomes"]),
         )  # fmt: skip
     show(table)
     console.print(
-        f"{facts['target']}: {sum(o['count'] for o in facts['outputs'])} tensors, {_bytes(facts['target_bytes'])}; "
-        f"side file {_bytes(facts['side_bytes'])}",
+        f"{facts['target']}: {sum(o['count'] for o in facts['outputs'])} tensors, {in_bytes(facts['target_bytes'])}; "
+        f"side file {in_bytes(facts['side_bytes'])}",
         markup=False,
     )
     for group in facts["aside"]:

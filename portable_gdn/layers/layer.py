@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_rule_step
+from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_mixer_step
 from ..spec.errors import bad
-from .explicit import projected, with_whole_channels
+from .axes import named, named_linear
+from .explicit import Projection, with_whole_channels
 from .inputs import as_input
 from .options import LayerOptions
 from .parts import GATES, GatedNorm, ShortConvolution
@@ -44,26 +45,33 @@ class Layer(nnx.Module):
         # A tuple, since a dict would make the module's graph unhashable.
         linear = {"dtype": options.get("dtype"), "param_dtype": weights}
         self._linear = (*linear.items(), ("precision", options.get("projection_precision")))
-        self.q_proj = self._project(hidden_size, H * K, rngs)
-        self.k_proj = self._project(hidden_size, H * K, rngs)
-        self.v_proj = self._project(hidden_size, HV * V, rngs)
+        self.q_proj = self._by_heads(H * K, rngs, keys=True)
+        self.k_proj = self._by_heads(H * K, rngs, keys=True)
+        self.v_proj = self._by_heads(HV * V, rngs)
         if self.conv_size:
             bias = options.get("conv_bias", False)
             self.q_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.k_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.v_conv1d = ShortConvolution(HV * V, self.conv_size, bias, weights, rngs)
         self.o_norm = GatedNorm(V, norm_eps, gate, options.get("norm_dtype", jnp.float32))
-        self.o_proj = self._project(HV * V, hidden_size, rngs)
+        self.o_proj = named_linear(self._project(HV * V, hidden_size, rngs), ("heads", HV), ("embed", hidden_size))
 
-    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        return nnx.Linear(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
+    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> Projection:
+        return Projection(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
 
-    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs) -> None:
-        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them."""
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
+    def _by_heads(self, out: int, rngs: nnx.Rngs, bias: bool = False, keys: bool = False) -> Projection:
+        """A projection of x whose columns are those of value heads, or of key heads."""
+        heads = ("key_heads", self.num_heads) if keys else ("heads", self.num_value_heads)
+        return named_linear(self._project(self.hidden_size, out, rngs, bias), ("embed", self.hidden_size), heads)
+
+    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs, keys: bool = False) -> None:
+        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them; ``keys``: of key heads."""
+        axis = ("key_heads" if keys else "heads", heads)
+        A_log = jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0))
+        self.A_log = named(nnx.Param(A_log), axis)
         span = jax.random.uniform(rngs.params(), (heads * channels,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
         dt = jnp.maximum(jnp.exp(span), 1e-4)
-        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+        self.dt_bias = named(nnx.Param(dt + jnp.log(-jnp.expm1(-dt))), axis)
 
     @property
     def _channels(self) -> int:
@@ -113,22 +121,15 @@ class Layer(nnx.Module):
             GdnError: x has another shape, or ``gated_delta_mixer`` refuses the call.
         """
         x = as_input(x, "B, T", self.hidden_size, "`step` takes one token a row, [B, E]")
-        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         o, state = gated_delta_mixer(
-            qkv,
-            conv=self._conv(),
-            num_heads=self.num_heads,
+            **self.mixer_arguments(x),
             state=state,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             segment_ids=segment_ids,
             mask=mask,
-            precision=self.precision,
-            backend=self.backend,
-            sharding=self.sharding,
-            **self._gates(x),
         )
-        return self._output(o, x), state
+        return self._projected(o), state
 
     def init_state(self, batch: int) -> MixerState:
         """The state before the first token of ``batch`` rows, zeros: recurrent [batch, HV, K, V] and conv
@@ -153,46 +154,38 @@ class Layer(nnx.Module):
             GdnError: x or state has another shape.
         """
         x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
-        before, past = self._state(state, x.shape[0])
-        new = jnp.concatenate([with_whole_channels(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
-        conv = self._conv()
-        seen = jnp.concatenate([past.astype(new.dtype), new[:, None]], axis=1)  # [B, W, channels]
-        y = jnp.einsum("bwc,cw->bc", seen.astype(jnp.float32), conv.weight.astype(jnp.float32), precision="highest")
-        y = jax.nn.silu(y if conv.bias is None else y + conv.bias.astype(jnp.float32))
-        keys = self.num_heads * self.key_dim
-        q, k, v = jnp.split(y, [keys, 2 * keys], axis=-1)
-        o, recurrent = gated_delta_rule_step(
-            q.reshape(-1, self.num_heads, self.key_dim),
-            k.reshape(-1, self.num_heads, self.key_dim),
-            v.reshape(-1, self.num_value_heads, self.value_dim),
-            state=before,
-            qk_l2norm=True,
-            precision=self.precision,
-            backend=self.backend,
-            sharding=self.sharding,
-            **self._gates(x),
-        )
-        return self._output(o.astype(new.dtype), x), MixerState(recurrent, seen[:, 1:].astype(past.dtype))
+        o, state = gated_delta_mixer_step(**self.mixer_arguments(x), state=self._checked(state, x.shape[0]))
+        return self._projected(o), state
 
-    def _state(self, state: MixerState | None, batch: int) -> tuple[Array, Array]:
-        """The recurrent and convolution state for ``step``, zeros in place of what is None."""
-        start = self.init_state(batch)
+    def _checked(self, state: MixerState | None, batch: int) -> MixerState | None:
+        """A state for ``step``, whose parts may be None."""
         if state is None:
-            return start.recurrent, start.conv
+            return None
         if not (isinstance(state, tuple) and len(state) == 2):
             raise bad("state", f"a {type(state).__name__}", "be None or a MixerState(recurrent, conv)")
-        found: list[Array] = [zeros if a is None else a for a, zeros in zip(state, start, strict=True)]
-        shapes: tuple[Array, ...] = start
-        for name, given, zeros in zip(MixerState._fields, found, shapes, strict=True):
-            if tuple(given.shape) != zeros.shape:
-                was, must = (", ".join(map(str, a.shape)) for a in (given, zeros))
-                raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{must}]")
-        return found[0], jnp.asarray(found[1])
+        shapes: tuple[Array, ...] = jax.eval_shape(lambda: self.init_state(batch))
+        for name, given, must in zip(MixerState._fields, state, shapes, strict=True):
+            if given is not None and tuple(given.shape) != must.shape:
+                was, want = (", ".join(map(str, a.shape)) for a in (given, must))
+                raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{want}]")
+        return MixerState(*state)
 
-    def _output(self, o: Array, x: Array) -> Array:
-        z = self._z(x)
-        o = self.o_norm(o, None if z is None else z.reshape(o.shape))
-        return projected(self.o_proj, o.reshape(*o.shape[:-2], -1))
+    def mixer_arguments(self, x: Array) -> dict[str, Any]:
+        """What a mixer takes of x [..., E], beside states."""
+        return {
+            "qkv": (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
+            "conv": self._conv(),
+            "num_heads": self.num_heads,
+            "output_norm": self.o_norm.as_option(),
+            "z": self._z(x),
+            "precision": self.precision,
+            "backend": self.backend,
+            "sharding": self.sharding,
+            **self._gates(x),
+        }
+
+    def _projected(self, o: Array) -> Array:
+        return self.o_proj(o.reshape(*o.shape[:-2], -1))
 
     def _beta(self, x: Array) -> Array:
         return self.beta_scale * jax.nn.sigmoid(x.astype(jnp.float32))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..door import normalise, run_update
-from ..gathering import add, gate_kind
+from ..gathering import add, gate_kind, mixer_operands
 from ..spec.conv import ShortConv
 from ..spec.errors import bad, suggests_keywords
 from ..spec.gates import BoundedGate, SoftplusGate
+from ..spec.norm import GatedRMSNorm
 from ..spec.problem import Options, UpdateOptions
 from .batch import Batch
 from .pool import StatePool
@@ -92,6 +93,8 @@ def gated_delta_mixer_update(
     beta: Array | None = None,
     erase: Array | None = None,
     write: Array | None = None,
+    z: Array | None = None,
+    output_norm: GatedRMSNorm | None = None,
     window: int | None = None,
     checkpoint_every: int | None = None,
     scale: float | None = None,
@@ -108,7 +111,7 @@ def gated_delta_mixer_update(
 
     Args:
         qkv: one array [T, channels] of q | k | v side by side, or three: [T, H * K] twice and [T, HV * V].
-        conv, num_heads, key_dim: as in ``gated_delta_mixer``.
+        conv, num_heads, key_dim, output_norm: as in ``gated_delta_mixer``. z: [T, HV, V] or [T, HV * V].
         The rest as in ``gated_delta_rule_update``, and as in ``gated_delta_mixer``.
 
     Returns:
@@ -117,28 +120,16 @@ def gated_delta_mixer_update(
     Raises:
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
-    if not isinstance(conv, ShortConv):
-        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
-    if conv.weight is None:
-        raise bad("conv.weight", "None", "be an array [channels, W]")
-    if isinstance(qkv, (tuple, list)):
-        if len(qkv) != 3:
-            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
-        operands = dict(zip("qkv", qkv, strict=True))
-    else:
-        operands = {"qkv": qkv}
-    add(operands, conv_weight=conv.weight, conv_bias=conv.bias)
-    kind = gate_kind(operands, gate)
-    add(operands, g=g, beta=beta, erase=erase, write=write)
+    mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, None, mixed)
     options = Options(
         scale=scale,
         qk_l2norm=qk_l2norm,
-        gate=kind,
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
-        conv_activation=conv.activation,
+        **kinds,
         num_heads=num_heads,
         key_dim=key_dim,
         update=UpdateOptions(window, checkpoint_every),

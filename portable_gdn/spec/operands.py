@@ -5,6 +5,7 @@ it that no second list is written down.
 
 Axes are named as the shapes in docstrings name them: B rows, T tokens, N sequences (rows, or packed ones), H key heads,
 HV value heads, K and V the channels of a head, n decays per value head, C the channels of a convolution and W its taps.
+Where ``rules.py`` says so an operand may come with the last two of its axes as one: z, with its heads side by side.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Operand(NamedTuple):
         dtypes: those that a call takes.
         differentiable: whether it has a gradient.
         gate: whether it says how much of a token is kept, erased or written.
+        output: whether it acts on the rule's output alone, behind everything else.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operand(NamedTuple):
     dtypes: tuple[str, ...]
     differentiable: bool = True
     gate: bool = False
+    output: bool = False
 
 
 #: Every operand of every call. A rule has q, k and v; a mixer these or qkv, and the convolution's. Without beta there
@@ -81,6 +84,8 @@ OPERANDS: dict[str, Operand] = {
         Operand("conv_weight", ("C", "W"), FLOATS),
         Operand("conv_bias", ("C",), FLOATS),
         Operand("conv_state", ("N", "W - 1", "C"), FLOATS),
+        Operand("z", ("B", "T", "HV", "V"), FLOATS, output=True),
+        Operand("norm_weight", ("V",), FLOATS, output=True),
         Operand("cu_seqlens", ("N + 1",), INTEGERS, differentiable=False),
         Operand("segment_ids", ("B", "T"), INTEGERS, differentiable=False),
         Operand("mask", ("B", "T"), _BOOL, differentiable=False),
@@ -147,7 +152,7 @@ GATES = tuple(name for name, operand in OPERANDS.items() if operand.gate)
 #: Those of them that are strengths, in [0, 2]: erase and write, or beta in place of both.
 WRITE_GATES = tuple(name for name in GATES if name != "g")
 #: What carries the tokens' contents: q, k, v, or all of them side by side.
-INPUTS = tuple(name for name in PER_TOKEN if name not in GATES)
+INPUTS = tuple(name for name in PER_TOKEN if name not in GATES and not OPERANDS[name].output)
 
 
 def at_tokens(x: Mapping[str, Array], where: Any) -> dict[str, Array]:

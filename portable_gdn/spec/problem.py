@@ -16,6 +16,7 @@ __all__ = [
     "ConvKind",
     "GateKind",
     "Meta",
+    "NormKind",
     "Options",
     "PoolKind",
     "Problem",
@@ -49,6 +50,13 @@ class ConvKind(NamedTuple):
     activation: str | None
     fused: bool  # q | k | v came as one array
     channels: int
+
+
+class NormKind(NamedTuple):
+    """The output norm of a mixer call, RMS norm over a value head; activation of its gate z, or None without one."""
+
+    eps: float
+    activation: str | None
 
 
 class UpdateOptions(NamedTuple):
@@ -93,6 +101,7 @@ class Options(NamedTuple):
     conv_activation: str | None = None
     num_heads: int | None = None  # mixer only: key heads H
     key_dim: int | None = None  # mixer with one array only: K
+    norm: NormKind | None = None  # mixer only
     update: UpdateOptions | None = None
 
 
@@ -129,6 +138,7 @@ class Signature:
     deterministic: bool
     step: bool
     conv: ConvKind | None
+    norm: NormKind | None = None
     update: PoolKind | None = None
 
     def __post_init__(self) -> None:

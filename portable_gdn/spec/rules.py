@@ -13,9 +13,10 @@ import numpy as np
 
 from .checks import dtype, expect, rank, shape_of
 from .errors import GdnError, bad
+from .norm import ACTIVATIONS
 from .operands import GATES
 from .precision import PRECISIONS
-from .problem import ConvKind, Meta, Options, Signature
+from .problem import ConvKind, Meta, NormKind, Options, Signature
 from .slots import batch_rows, pool_kind
 from .variants import Granularity, Variant
 
@@ -52,6 +53,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         assert conv is not None
         expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
         dtype(meta, "conv_state")
+    _output_norm(meta, options.norm, (*lead, HV, V), f"[{tokens}, HV")
     if K < 1 or V < 1 or H < 1 or HV < 1:
         raise GdnError(
             f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1."
@@ -81,6 +83,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         deterministic=bool(options.deterministic),
         step=options.step,
         conv=conv,
+        norm=options.norm,
     )
     if options.update is None:
         return signature
@@ -175,7 +178,7 @@ def _mixer_dims(
             raise bad(
                 "v",
                 f"of shape {shape_of((*before, values))}",
-                f"agree with q in {tokens.replace(', ', ' and ')}, {shape_of(tuple(lead))[:-1]}, HV * V]",
+                f"agree with q in all but channels, {shape_of(tuple(lead))[:-1]}, HV * V]",
             )
         if width % H or values % HV or not width or not values:
             raise GdnError(
@@ -288,6 +291,40 @@ def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups
                 f"of shape {shape_of(shape)}",
                 f"have shape [HV * n] = [{HV * groups}] or [HV, n] = [{HV}, {groups}]",
             )
+
+
+def _output_norm(meta: Mapping[str, Meta], norm: NormKind | None, shape: tuple[int, ...], form: str) -> None:
+    """The norm's parameters and its gate, against the shape of the output."""
+    *lead, HV, V = shape
+    if norm is None:
+        if "z" in meta:
+            raise bad("z", "given without output_norm", "come with output_norm=portable_gdn.GatedRMSNorm(...)")
+        return
+    if not isinstance(norm.eps, Real) or not 0 < norm.eps < math.inf:
+        raise bad("output_norm.eps", repr(norm.eps), "be a finite number above 0")
+    if norm.activation not in (None, *ACTIVATIONS):
+        raise bad("output_norm.activation", repr(norm.activation), "be None, 'silu' or 'sigmoid'")
+    if norm.activation is None and "z" in meta:
+        raise bad("z", "given with output_norm.activation None", "be left out of a norm without a gate")
+    if norm.activation is not None and "z" not in meta:
+        raise bad(
+            "z",
+            f"None with output_norm.activation {norm.activation!r}",
+            f"be an array {form}, V]; a norm without a gate has activation None",
+        )
+    if "norm_weight" in meta:
+        given = tuple(meta["norm_weight"].shape)
+        if given != (V,):
+            raise bad("output_norm.weight", f"of shape {shape_of(given)}", f"have shape [V] = [{V}]")
+    if "z" in meta:
+        given = tuple(meta["z"].shape)
+        if given not in (shape, (*lead, HV * V)):
+            raise bad(
+                "z",
+                f"of shape {shape_of(given)}",
+                f"have shape {form}, V] = {shape_of(shape)} or {form} * V] = {shape_of((*lead, HV * V))}",
+            )
+    dtype(meta, "z", "norm_weight")
 
 
 def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, int, int, int]) -> None:

@@ -126,10 +126,14 @@ class _Update:
     def _call(self, some: np.ndarray, tokens: dict[str, Array], **sizes: int) -> tuple[Array, Array, Array | None]:
         x = {name: a for name, a in self.x.items() if not name.startswith(("pool.", "batch.")) and name not in tokens}
         x = {**{name: a for name, a in x.items() if name not in WITH_TOKENS}, **tokens}
+        norm = self.s.norm
+        if "z" not in tokens and norm is not None and norm.activation is not None:
+            norm = None  # waiting tokens have no output, and no gate of it
+            x.pop("norm_weight", None)
         x["initial_state"] = self.state[self._index(some)]
         if self.inputs is not None:
             x["conv_state"] = self.inputs[self._index(some)]
-        s = call_of(self.s, N=len(some), operands=tuple(x), output_final_state=True, **sizes)
+        s = call_of(self.s, N=len(some), operands=tuple(x), norm=norm, output_final_state=True, **sizes)
         return self.run(Problem(s, x))
 
     def _tokens(self, at: np.ndarray) -> dict[str, Array]:

@@ -1,0 +1,38 @@
+"""Whole models in JAX: a ported checkpoint as a Flax NNX module that gives logits and writes text.
+
+    from portable_gdn.models import generate, load_model
+
+    model = load_model("Qwen3.5-9B-jax")                # what `portable-gdn port ... --to jax` wrote
+    logits, _ = model(ids)                              # ids [B, T] -> logits [B, T, V]
+    tokens = generate(model, ids, max_new_tokens=64).tokens
+
+One decoder computes all families; what a family is like is a record of settings, ``DecoderSettings``, which
+``load_model`` makes of the port's config.json. Parameters have the names of the port's leaves.
+"""
+
+from __future__ import annotations
+
+from .cache import KV, Cache, Latents
+from .decoder import Decoder
+from .generation import Generated, generate
+from .loading import end_tokens, load_model
+from .settings import AttentionSettings, DecoderSettings, ExpertSettings, LatentSettings, MixerSettings
+from .streaming import Stream, stream
+
+__all__ = [
+    "KV",
+    "AttentionSettings",
+    "Cache",
+    "Decoder",
+    "DecoderSettings",
+    "ExpertSettings",
+    "Generated",
+    "LatentSettings",
+    "Latents",
+    "MixerSettings",
+    "Stream",
+    "end_tokens",
+    "generate",
+    "load_model",
+    "stream",
+]

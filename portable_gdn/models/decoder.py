@@ -1,0 +1,348 @@
+"""One decoder for all families: embedding, layers of attention and MLP between norms, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..api import MixerState
+from ..layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from ..spec.errors import GdnError, bad
+from .attention import Attention
+from .blocks import MLP, MoE, Norm, Numerics
+from .cache import KV, Cache, Latents
+from .latent_attention import LatentAttention
+from .period import bodies
+from .settings import DecoderSettings, LatentSettings, MixerSettings
+
+__all__ = ["Decoder"]
+
+Array = Any
+
+
+_KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "gdn": (GatedDeltaNet, ()),
+    "kda": (KimiDeltaAttention, ("decay_rank", "gate_rank", "gate_bias", "lower_bound")),
+    "gdn2": (GatedDeltaNet2, ("decay_rank", "gate_rank", "gate_bias")),
+}
+"""The layer of each kind of mixer, and its settings beside those that all have."""
+_SHARED = ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps", "beta_scale", "conv_size")
+
+
+def _mixer(hidden_size: int, settings: MixerSettings, options: dict[str, Any], rngs: nnx.Rngs) -> Any:
+    if settings.kind not in _KINDS:
+        raise bad("settings.mixer.kind", repr(settings.kind), f"be one of {', '.join(_KINDS)}")
+    layer, more = _KINDS[settings.kind]
+    asked = {name: getattr(settings, name) for name in (*_SHARED, "conv_bias", *more)}
+    return layer(hidden_size, rngs=rngs, **asked, **options)
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is ``mixer`` (linear) or ``attention``. Where norms
+    stand behind them it is x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    def __init__(
+        self, s: DecoderSettings, number: int, options: dict[str, Any], numerics: Numerics, rngs: nnx.Rngs
+    ) -> None:
+        self.linear = s.linear[number]
+        self.post_norm = s.post_norm and not self.linear
+        first, second = (Norm(s.hidden_size, s.norm_eps, s.zero_centred, numerics) for _ in range(2))
+        if self.post_norm:
+            self.mixer_post_norm, self.mlp_post_norm = first, second
+        else:
+            self.input_norm, self.mlp_norm = first, second
+        if self.linear:
+            assert s.mixer is not None
+            self.mixer = _mixer(s.hidden_size, s.mixer, options, rngs)
+        else:
+            assert s.attention is not None
+            self.attention: Attention | LatentAttention
+            if isinstance(s.attention, LatentSettings):
+                self.attention = LatentAttention(s.hidden_size, s.attention, numerics, rngs)
+            else:
+                self.attention = Attention(s.hidden_size, s.attention, s.zero_centred, numerics, rngs)
+        self.mlp: MLP | MoE
+        if s.dense[number]:
+            self.mlp = MLP(s.hidden_size, s.intermediate_size, numerics, rngs)
+        else:
+            assert s.experts is not None
+            self.mlp = MoE(s.hidden_size, s.experts, numerics, rngs)
+
+    def __call__(
+        self, x: Array, positions: Array, mask: Array | None, seen: Array, past: Any, start: Array | int
+    ) -> tuple[Array, Any]:
+        """x [B, T, E] to the same, and what the cache holds for this layer (None where ``past`` is None)."""
+        h = x if self.post_norm else self.input_norm(x)
+        if not self.linear:
+            y, past = self.attention(h, positions, seen, past, start)
+        elif past is not None and mask is None and h.shape[1] == 1:
+            y, past = self.mixer.step(h[:, 0], past)
+            y = y[:, None]
+        else:
+            y, past = self.mixer(h, state=past, output_final_state=past is not None, mask=mask)
+        if self.post_norm:
+            x = x + self.mixer_post_norm(y)
+            return x + self.mlp_post_norm(self.mlp(x)), past
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), past
+
+
+def _stacked(make: Callable[[nnx.Rngs], DecoderLayer], count: int, rngs: nnx.Rngs) -> DecoderLayer:
+    """A layer whose parameters are those of so many, each drawn anew, along a first axis."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), count)
+    states = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(params=key)))[1])(keys)
+    layer: DecoderLayer = nnx.merge(graph, states)
+    return layer
+
+
+def _repeated(
+    period: list[DecoderLayer],
+    times: int,
+    x: Array,
+    pasts: list[Any],
+    call: Callable[[DecoderLayer, Array, Any], tuple[Array, Any]],
+) -> tuple[Array, list[Any]]:
+    """A period of stacked layers, so many times, in a loop that is compiled once.
+
+    Caches are carried and not collected, so that of keys and values only the new tokens' places are written.
+
+    Args:
+        period: its layers.
+        times: how often it is repeated.
+        x: [B, T, E].
+        pasts: what the cache holds for each layer of the period, stacked; None keeps nothing.
+        call: a layer, x and one layer's past to x and its past after it.
+    """
+    graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
+
+    def once(carry: Any, given: Any) -> tuple[Any, None]:
+        x, pasts = carry
+        states, number = given
+        new = []
+        for graph, state, past in zip(graphs, states, pasts, strict=True):
+            layer = nnx.merge(graph, state)
+            if isinstance(past, KV | Latents):
+                x, past = call(layer, x, past._replace(number=number))
+                past = past._replace(number=None)
+            elif past is not None:
+                x, one = call(layer, x, jax.tree.map(lambda a: a[number], past))
+                put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, number, 0)  # noqa: E731
+                past = jax.tree.map(put, past, one)
+            else:
+                x, _ = call(layer, x, None)
+            new.append(past)
+        return (x, new), None
+
+    (x, pasts), _ = jax.lax.scan(once, (x, pasts), (states, jnp.arange(times)))
+    return x, pasts
+
+
+class Decoder(nnx.Module):
+    """A causal language model. Parameters have the names of a port's leaves: embed.embedding [V, E],
+    layers.{i}.mixer (as ``portable_gdn.layers`` has it) or layers.{i}.attention, layers.{i}.mlp, norm.scale, and
+    lm_head.kernel [E, V] unless the head is the embedding. Layers that repeat are compiled once: their weights are
+    stacked along a first axis, and ``layers`` has one module for them; ``leaves`` gives them apart.
+
+    Shapes: B rows, T tokens, V words of the vocabulary, L places of the cache.
+    """
+
+    def __init__(
+        self,
+        settings: DecoderSettings,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        backend: str | None = None,
+        precision: str | None = None,
+        scan: bool = True,
+    ) -> None:
+        """Args:
+        settings: what it is like.
+        rngs: for the initial weights.
+        dtype: of the computation; None is that of the weights. Norms, softmax, the router's shares, gates of the rule
+            and its states are float32 always.
+        param_dtype: of the weights.
+        backend: of the mixers, as in ``gated_delta_rule``.
+        precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
+            default of JAX, which on a TPU rounds float32 to bfloat16.
+        scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
+            its period. False has a module for each layer.
+        """
+        highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
+        numerics = Numerics(dtype, highest, param_dtype)
+        options = {
+            "dtype": dtype, "param_dtype": param_dtype, "projection_precision": highest, "precision": precision,
+            "backend": backend,
+        }  # fmt: skip
+        self.settings, self.numerics = settings, numerics
+        self.embed = nnx.Embed(
+            settings.vocabulary, settings.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.bodies = bodies(tuple(zip(settings.linear, settings.dense, strict=True)), scan)
+        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs)  # noqa: E731
+        self.layers = nnx.List(
+            [
+                make(numbers[0], rngs) if len(numbers) == 1 else _stacked(partial(make, numbers[0]), len(numbers), rngs)
+                for numbers in self.bodies
+            ]
+        )
+        self.norm = Norm(settings.hidden_size, settings.norm_eps, settings.zero_centred, numerics)
+        if not settings.tied:
+            self.lm_head = numerics.linear(settings.hidden_size, settings.vocabulary, rngs)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the computation."""
+        return self.embed.embedding[...].dtype if self.numerics.dtype is None else jnp.dtype(self.numerics.dtype)
+
+    def __call__(self, ids: Array, mask: Array | None = None, cache: Cache | None = None) -> tuple[Array, Cache | None]:
+        """Logits of every token's successor.
+
+        Args:
+            ids: [B, T] whole numbers below V.
+            mask: [B, T] bool; tokens that are False are padding, before the first token of a row: no other token sees
+                them, and positions do not count them. None is no padding.
+            cache: what was before, as ``init_cache`` or a call returned it; None is nothing, and keeps nothing.
+
+        Returns:
+            Logits [B, T, V] in the computation's dtype (those of padding mean nothing), and the cache with these tokens
+            in it, or None. In a compiled function, where values cannot be looked at, ids beyond the vocabulary make
+            the logits of their rows NaN.
+
+        Raises:
+            GdnError: ids or mask have another shape or dtype, ids are beyond the vocabulary, or the cache has another
+                number of rows or too little room.
+        """
+        x, cache = self.hidden(ids, mask, cache)
+        return self.logits(x), cache
+
+    def hidden(self, ids: Array, mask: Array | None = None, cache: Cache | None = None) -> tuple[Array, Cache | None]:
+        """What the head is given, [B, T, E], and the cache; arguments and errors as in a call."""
+        ids, mask = self._checked(ids, mask, cache)
+        B, T = ids.shape
+        start: Array | int = 0
+        before: Array | int = 0
+        seen = valid = jnp.ones((B, T), bool) if mask is None else mask
+        if cache is not None:
+            start, before = cache.used, cache.positions()[:, None]
+            seen = jax.lax.dynamic_update_slice(cache.seen, valid, (0, start))
+        positions = jnp.maximum(before + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0)
+        table = self.embed.embedding[...].astype(self.dtype)
+        x = table.at[ids].get(mode="fill", fill_value=jnp.nan)
+        pasts: list[Any] = [None] * len(self.bodies) if cache is None else list(cache.layers)
+        inside = [body for body, numbers in enumerate(self.bodies) if len(numbers) > 1]
+        for body, layer in enumerate(self.layers):
+            if body not in inside:
+                x, pasts[body] = layer(x, positions, mask, seen, pasts[body], start)
+            elif body == inside[0]:
+                period = [self.layers[body] for body in inside]
+                x, new = _repeated(
+                    period, len(self.bodies[body]), x, [pasts[body] for body in inside],
+                    lambda layer, x, past: layer(x, positions, mask, seen, past, start),
+                )  # fmt: skip
+                pasts[body : body + len(inside)] = new
+        x = self.norm(x)
+        return x, None if cache is None else Cache(tuple(pasts), seen, cache.used + T)
+
+    def leaves(self) -> dict[str, Array]:
+        """The parameters under the names that a port has for them, those of stacked layers one by one: what
+        ``safetensors.flax.save_file`` writes for the way back."""
+        found = {}
+        for path, leaf in nnx.to_flat_state(nnx.state(self)):
+            for number, name in enumerate(self.names(path)):
+                found[name] = leaf[...] if len(self.names(path)) == 1 else leaf[...][number]
+        return found
+
+    def names(self, path: tuple[Any, ...]) -> tuple[str, ...]:
+        """The port's leaves that a parameter holds, by its path in the state: several where layers are stacked."""
+        if path[0] != "layers":
+            return (".".join(map(str, path)),)
+        return tuple(".".join(map(str, ("layers", number, *path[2:]))) for number in self.bodies[path[1]])
+
+    def logits(self, x: Array) -> Array:
+        """The head: x [..., E], as ``hidden`` returns it, to logits [..., V]."""
+        if not self.settings.tied:
+            return self.lm_head(x)
+        table = self.embed.embedding[...].astype(self.dtype)
+        return jnp.einsum("...e,ve->...v", x.astype(self.dtype), table, precision=self.numerics.precision)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache: ``batch`` rows with room for ``length`` tokens, padding among them.
+
+        Raises:
+            GdnError: one of them is no positive whole number.
+        """
+        for name, value in (("batch", batch), ("length", length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise bad(name, repr(value), "be a positive whole number")
+        layers: list[KV | Latents | MixerState] = []
+        for numbers, layer in zip(self.bodies, self.layers, strict=True):
+            if layer.linear:
+                empty = layer.mixer.init_state(batch)
+            else:
+                empty = layer.attention.init_cache(batch, length, self.dtype)
+            lead = (len(numbers),) if len(numbers) > 1 else ()
+            layers.append(jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), a.dtype), empty))  # noqa: B023
+        return Cache(tuple(layers), jnp.zeros((batch, length), bool), jnp.zeros((), jnp.int32))
+
+    def _checked(self, ids: Array, mask: Array | None, cache: Cache | None) -> tuple[Array, Array | None]:
+        ids = checked_ids(ids, self.settings.vocabulary)
+        if mask is not None:
+            mask = checked_mask(mask, ids.shape)
+        if cache is None:
+            return ids, mask
+        if not isinstance(cache, Cache):
+            raise bad("cache", f"a {type(cache).__name__}", "be None or what init_cache or a call returned")
+        B, T = ids.shape
+        if cache.seen.shape[0] != B:
+            raise bad("cache", f"of {cache.seen.shape[0]} rows", f"have as many as ids, {B}")
+        used = 0 if isinstance(cache.used, jax.core.Tracer) else int(cache.used)
+        if used + T > cache.length:
+            held = f" beside the {used} that it holds" if used else ""
+            raise GdnError(
+                f"ids have {T} tokens a row, and the cache has room for {cache.length - used}{held}; it must be made "
+                f"for at least {used + T}: init_cache({B}, {used + T})."
+            )
+        return ids, mask
+
+
+def checked_ids(ids: Array, vocabulary: int) -> Array:
+    """Ids as an int32 array [B, T]; their values are looked at outside of compiled functions only.
+
+    Raises:
+        GdnError: they are of another shape or dtype, or beyond the vocabulary.
+    """
+    if not isinstance(ids, jax.Array):
+        try:
+            ids = np.array(ids)
+        except ValueError as error:  # rows of different lengths
+            raise bad("ids", "rows of different lengths", "be [B, T]; pad on the left, with a mask") from error
+    if ids.ndim != 2 or not ids.size:
+        raise bad("ids", f"of shape {list(ids.shape)}", "have shape [B, T], one row a prompt, and hold a token")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise bad("ids", f"of dtype {ids.dtype}", "be whole numbers")
+    if not isinstance(ids, jax.core.Tracer):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            raise bad("ids", f"from {low} to {high}", f"be from 0 to {vocabulary - 1}, the vocabulary's last")
+    return jnp.asarray(ids, jnp.int32)
+
+
+def checked_mask(mask: Array, shape: tuple[int, ...]) -> Array:
+    """A mask as a bool array of the ids' shape; 0 and 1 are False and True.
+
+    Raises:
+        GdnError: it has another shape.
+    """
+    mask = mask if isinstance(mask, jax.Array) else np.array(mask)
+    if mask.shape != shape:
+        raise bad("mask", f"of shape {list(mask.shape)}", f"have that of ids, {list(shape)}")
+    return jnp.asarray(mask).astype(bool)
