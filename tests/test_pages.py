@@ -143,3 +143,11 @@ def test_every_link_leads_somewhere():
             if anchor and there.suffix == ".md":
                 assert anchor in heading_names(there.read_text()), f"{page} links to {target}"
     assert links > 30
+
+
+def test_every_question_is_answered_by_a_section():
+    text = (ROOT / "docs" / "questions.md").read_text()
+    asked = re.findall(r"^\*\*(.+?)\*\* (.+?)(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert len(asked) >= 20
+    for question, answer in asked:
+        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", answer), question
