@@ -298,6 +298,27 @@ def test_the_output_norm_and_its_gate_are_in_the_call(library):
     np.testing.assert_allclose(np.concatenate(outputs), whole, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["GatedDeltaNet2", pytest.param("KimiDeltaAttention", marks=pytest.mark.slow)])
+def test_layers_take_a_pool(name):
+    nnx = pytest.importorskip("flax.nnx")
+    import portable_gdn.layers as layers
+
+    layer = getattr(layers, name)(
+        16, num_heads=1, num_value_heads=2, key_dim=8, value_dim=16, decay_rank=4, gate_rank=4, rngs=nnx.Rngs(0)
+    )
+    x = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
+    want = np.asarray(layer(x[None])[0][0])
+    pool, outputs, at = layer.init_pool(3, window=2), [], 0
+    for length in (6, 1, 2):
+        padded = np.concatenate([x[at : at + length], np.zeros((6 - length, 16), np.float32)])
+        y, pool = layer.update(padded, pool, pg.Batch([0, length], [1], [at]))
+        outputs.append(np.asarray(y)[:length])
+        at += length
+    np.testing.assert_allclose(np.concatenate(outputs), want, rtol=2e-4, atol=2e-5)
+    with pytest.raises(pg.GdnError, match="an update takes ragged tokens"):
+        layer.update(x[None], pool, pg.Batch([0, 9], [1], [0]))
+
+
 def test_explain_says_which_backend_serves():
     setting = Setting()
     x = {name: setting.array(a) for name, a in draw_tokens("GDN", 3, 0).items()}
