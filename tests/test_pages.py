@@ -84,6 +84,7 @@ RUN = {
     "docs/reference/layers.md": Page(("flax",)),
     "docs/cross-hardware.md": Page(("hypothesis",), replaced=('check("mine")', 'check("numpy", examples=1)')),
     "docs/gpu-kernels.md": Page(("torch", "transformers", "fla", "triton"), triton_kernel),
+    "docs/serving.md": Page(("jax", "torch")),
     "docs/tpu-schedule.md": Page(("libtpu",)),
 }
 
