@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -73,7 +74,7 @@ EXAMPLES = {
     "gpu-report": "--arch sm_90",
 }
 
-for _name, _command in {
+_COMMANDS: dict[str, Callable[..., Any]] = {
     "info": info.info,
     "verify": verify.verify,
     "record": record.record,
@@ -88,5 +89,6 @@ for _name, _command in {
     "generate": generate.generate,
     "tpu-report": tpu_report.tpu_report,
     "gpu-report": gpu_report.gpu_report,
-}.items():
+}
+for _name, _command in _COMMANDS.items():
     app.command(_name, epilog=f"Example: portable-gdn {_name} {EXAMPLES[_name]}".rstrip())(_command)
