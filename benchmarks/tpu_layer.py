@@ -26,7 +26,7 @@ from portable_gdn.harness.shapes import Shape
 FILE = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).parents[1]
 #: Pages that have the table, where they have its marks.
-PAGES = (ROOT / "docs" / "tpu-layer.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "tpu-layer.md",)
 MARKS = ("<!-- layer table: benchmarks/tpu_layer.py --write -->\n", "<!-- end of layer table -->")
 CHIPS = ("v5e", "v6e", "v7x")
 MOST = 1.03  # times the milliseconds on file, above which a layer has grown

@@ -10,27 +10,36 @@ from typing import Any, NamedTuple
 
 from . import dispatch
 from .door import check_host_boundaries, describe
+from .gathering import add, gate_kind, mixer_operands
 from .parallel.calls import compute
 from .parallel.placement import signature_of_a_shard
 from .parallel.sharding import Sharding
+from .serving.batch import Batch
+from .serving.calls import gated_delta_mixer_update, gated_delta_rule_update, update_operands
+from .serving.pool import StatePool, state_pool
 from .spec.conv import ShortConv
-from .spec.errors import bad, suggests_keywords
+from .spec.errors import suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
 from .spec.norm import GatedRMSNorm
-from .spec.problem import GateKind, NormKind, Options
+from .spec.problem import Options, UpdateOptions
 
 __all__ = [
+    "Batch",
     "BoundedGate",
     "GatedRMSNorm",
     "MixerState",
     "RuleStates",
     "ShortConv",
     "SoftplusGate",
+    "StatePool",
     "explain",
     "gated_delta_mixer",
     "gated_delta_mixer_step",
+    "gated_delta_mixer_update",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_delta_rule_update",
+    "state_pool",
 ]
 
 dispatch.backends()  # found now, since torch.compile cannot trace the search
@@ -137,7 +146,7 @@ def gated_delta_rule(
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(
+    add(
         operands,
         g=g,
         beta=beta,
@@ -152,7 +161,7 @@ def gated_delta_rule(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
@@ -197,12 +206,12 @@ def gated_delta_rule_step(
         GdnError: as ``gated_delta_rule``.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
+    add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
     options = Options(
         scale=scale,
         output_final_state=True,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
@@ -264,7 +273,7 @@ def gated_delta_mixer(
     """
     mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
     mixed |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids, "mask": mask}
-    operands, kinds = _mixer_operands(qkv, conv, output_norm, gate, state, mixed)
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
     options = Options(
         scale=scale,
         output_final_state=output_final_state,
@@ -321,7 +330,7 @@ def gated_delta_mixer_step(
         GdnError: as ``gated_delta_rule``.
     """
     mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
-    operands, kinds = _mixer_operands(qkv, conv, output_norm, gate, state, mixed)
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
     options = Options(
         scale=scale,
         output_final_state=True,
@@ -364,16 +373,21 @@ def explain(
     output_states_every: int | None = None,
     backend: str | None = None,
     sharding: Sharding | None = None,
+    pool: StatePool | None = None,
+    batch: Batch | None = None,
+    window: int | None = None,
+    checkpoint_every: int | None = None,
 ) -> dispatch.Explanation:
     """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
 
-    Takes the arguments of ``gated_delta_rule``; computes nothing. Print what it returns.
+    Takes the arguments of ``gated_delta_rule``, or with a pool and a batch those of ``gated_delta_rule_update``;
+    computes nothing. Print what it returns.
 
     Raises:
         GdnError: the call itself is wrong.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(
+    add(
         operands,
         g=g,
         beta=beta,
@@ -388,63 +402,17 @@ def explain(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
     )
+    if pool is not None or batch is not None:
+        operands |= update_operands(pool, batch)
+        options = options._replace(update=UpdateOptions(window, checkpoint_every))
+        return dispatch.explain(describe(operands, options), backend)
     signature = describe(operands, options)
     if cu_seqlens is not None:
         check_host_boundaries(operands["cu_seqlens"], signature.T)
     return dispatch.explain(signature_of_a_shard(signature, operands, sharding), backend)
-
-
-def _mixer_operands(
-    qkv: Any, conv: Any, output_norm: Any, gate: Gate | None, state: Any, others: dict[str, Array | None]
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """A mixer's operands by name, and what is left of convolution, gate and norm for the options.
-
-    Args:
-        qkv, conv, output_norm, gate, state: of the call. others: its other operands by name.
-    """
-    if not isinstance(conv, ShortConv):
-        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
-    if conv.weight is None:
-        raise bad("conv.weight", "None", "be an array [channels, W]")
-    if output_norm is not None and not isinstance(output_norm, GatedRMSNorm):
-        raise bad("output_norm", f"a {type(output_norm).__name__}", "be None or a GatedRMSNorm")
-    if state is not None and not (isinstance(state, tuple) and len(state) == 2):
-        raise bad("state", f"a {type(state).__name__}", "be None or a MixerState")
-    recurrent, before = (None, None) if state is None else state
-    if isinstance(qkv, (tuple, list)):
-        if len(qkv) != 3:
-            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
-        operands = dict(zip("qkv", qkv, strict=True))
-    else:
-        operands = {"qkv": qkv}
-    _add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
-    kinds: dict[str, Any] = {"conv_activation": conv.activation, "gate": _gate(operands, gate), "norm": None}
-    if output_norm is not None:
-        _add(operands, norm_weight=output_norm.weight)
-        kinds["norm"] = NormKind(output_norm.eps, output_norm.activation)
-    _add(operands, initial_state=recurrent, **others)
-    return operands, kinds
-
-
-def _add(operands: dict[str, Array], **named: Array | None) -> None:
-    for name, x in named.items():
-        if x is not None:
-            operands[name] = x
-
-
-def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
-    """Put the gate's parameters among the operands; what is left of it, or None without a gate."""
-    if gate is None:
-        return None
-    if not isinstance(gate, (SoftplusGate, BoundedGate)):
-        raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
-    if isinstance(gate, BoundedGate) and gate.lower_bound is None:
-        raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
-    _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)

@@ -84,6 +84,8 @@ RUN = {
     "docs/reference/layers.md": Page(("flax",)),
     "docs/cross-hardware.md": Page(("hypothesis",), replaced=('check("mine")', 'check("numpy", examples=1)')),
     "docs/gpu-kernels.md": Page(("torch", "transformers", "fla", "triton"), triton_kernel),
+    "docs/serving.md": Page(("jax", "torch")),
+    "docs/serving.md": Page(("jax",)),
     "docs/tpu-schedule.md": Page(("libtpu",)),
 }
 
@@ -143,3 +145,11 @@ def test_every_link_leads_somewhere():
             if anchor and there.suffix == ".md":
                 assert anchor in heading_names(there.read_text()), f"{page} links to {target}"
     assert links > 30
+
+
+def test_every_question_is_answered_by_a_section():
+    text = (ROOT / "docs" / "questions.md").read_text()
+    asked = re.findall(r"^\*\*(.+?)\*\* (.+?)(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert len(asked) >= 20
+    for question, answer in asked:
+        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", answer), question

@@ -19,6 +19,8 @@ PUBLIC = {
         "gated_delta_rule",
         "gated_delta_rule_step",
     },
+    "portable_gdn/serving/calls.py": {"gated_delta_mixer_update", "gated_delta_rule_update"},
+    "portable_gdn/serving/pool.py": {"state_pool"},
     "portable_gdn/ops.py": None,  # all of it
     "portable_gdn/cli": None,
     "portable_gdn/layers": {"__init__"},

@@ -23,6 +23,8 @@ class GatedDeltaNet(Layer):
     [HV].
     """
 
+    variant = "GDN"
+
     @checked_options
     def __init__(
         self,

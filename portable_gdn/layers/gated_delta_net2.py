@@ -27,6 +27,8 @@ class GatedDeltaNet2(LowRankLayer):
     A_log [H], dt_bias [H * K].
     """
 
+    variant = "GDN-2"
+
     @checked_options
     def __init__(
         self,

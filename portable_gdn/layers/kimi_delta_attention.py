@@ -23,6 +23,8 @@ class KimiDeltaAttention(LowRankLayer):
     (g_b_proj.bias if ``gate_bias``), A_log [HV], dt_bias [HV * K].
     """
 
+    variant = "KDA"
+
     @checked_options
     def __init__(
         self,

@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_mixer_step
+from ..api import (
+    Batch,
+    MixerState,
+    ShortConv,
+    StatePool,
+    gated_delta_mixer,
+    gated_delta_mixer_step,
+    gated_delta_mixer_update,
+    state_pool,
+)
 from ..spec.errors import bad
 from .axes import named, named_linear
 from .explicit import Projection, with_whole_channels
@@ -27,6 +36,9 @@ Array = Any
 
 class Layer(nnx.Module):
     """Projections, convolution, the rule, output norm and gate; which gates there are is a class's own."""
+
+    #: The rule's variant, by its published name.
+    variant: str
 
     def __init__(
         self, hidden_size: int, *, gate: str | None, norm_eps: float, rngs: nnx.Rngs, options: LayerOptions
@@ -156,6 +168,61 @@ class Layer(nnx.Module):
         x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
         o, state = gated_delta_mixer_step(**self.mixer_arguments(x), state=self._checked(state, x.shape[0]))
         return self._projected(o), state
+
+    def init_pool(
+        self, num_slots: int, *, window: int = 0, dtype: str = "float32", state_dtype: str = "float32"
+    ) -> StatePool:
+        """A pool of zero states for ``update``.
+
+        Args:
+            num_slots: one more than the requests that it can hold, since slot 0 is null.
+            window: tokens that can wait in a slot, one more than a step's drafts; 0 serves without drafts.
+            dtype: that of the projections of q, k and v.
+            state_dtype: in which recurrent states are stored.
+        """
+        return state_pool(
+            num_slots,
+            library="jax",
+            num_heads=self.num_heads,
+            num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            conv_width=max(self.conv_size, 1),
+            window=window,
+            variant=self.variant,
+        )
+
+    def update(
+        self,
+        x: Array,
+        pool: StatePool,
+        batch: Batch,
+        *,
+        window: int | None = None,
+        checkpoint_every: int | None = None,
+    ) -> tuple[Array, StatePool]:
+        """Tokens of many requests, for serving; see ``gated_delta_mixer_update``.
+
+        Args:
+            x: [T, E], ragged. pool: the states, whose memory the update takes. batch: the rows.
+            window, checkpoint_every: as there.
+
+        Returns:
+            y [T, E], 0 at padding, and the pool.
+
+        Raises:
+            GdnError: x has another shape, the layer is split over a mesh, or the call is refused.
+        """
+        x = as_input(x, "T", self.hidden_size, "an update takes ragged tokens without an axis of rows")
+        arguments = self.mixer_arguments(x)
+        if arguments.pop("sharding") is not None:
+            raise bad("sharding", "given to this layer", "be None for an update; call it inside jax.shard_map instead")
+        o, pool = gated_delta_mixer_update(
+            **arguments, pool=pool, batch=batch, window=window, checkpoint_every=checkpoint_every
+        )
+        return self._projected(o), pool
 
     def _checked(self, state: MixerState | None, batch: int) -> MixerState | None:
         """A state for ``step``, whose parts may be None."""

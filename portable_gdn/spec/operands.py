@@ -14,20 +14,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
+    "BATCH_OPERANDS",
     "DIFFERENTIABLE",
     "FLOATS",
     "GATES",
     "INPUTS",
     "INPUT_DTYPES",
     "INTEGERS",
+    "ON_HOST",
     "OPERANDS",
     "PER_TOKEN",
+    "POOL_OPERANDS",
     "WITH_TOKENS", "WRITE_GATES",
     "Operand",
     "along",
     "at_tokens",
 
     "one_token",
+    "window_operand",
     "without_tokens",
 ]  # fmt: skip
 
@@ -37,6 +41,7 @@ INPUT_DTYPES = ("float32", "bfloat16", "float16")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _STATES, _BOOL = ("float32",), ("bool",)
+_POOLED = ("float32", "bfloat16")
 
 
 class Operand(NamedTuple):
@@ -86,6 +91,49 @@ OPERANDS: dict[str, Operand] = {
         Operand("mask", ("B", "T"), _BOOL, differentiable=False),
     )
 }
+
+#: What an update of a pool of states takes beside the operands of a call, whose tokens then have no rows: [T, ...].
+#: S slots, of which slot 0 is null; R tokens that wait in each; P columns of slots for checkpoints.
+POOL_OPERANDS: dict[str, Operand] = {
+    operand.name: operand
+    for operand in (
+        Operand("pool.recurrent", ("S", "HV", "K", "V"), _POOLED, differentiable=False),
+        Operand("pool.conv", ("S", "W - 1", "C"), INPUT_DTYPES, differentiable=False),
+        Operand("pool.pending", ("S",), ("int32",), differentiable=False),
+    )
+}
+BATCH_OPERANDS: dict[str, Operand] = {
+    operand.name: operand
+    for operand in (
+        Operand("batch.query_start_loc", ("N + 1",), INTEGERS, differentiable=False),
+        Operand("batch.state_indices", ("N",), INTEGERS, differentiable=False),
+        Operand("batch.num_computed_tokens", ("N",), INTEGERS, differentiable=False),
+        Operand("batch.num_accepted_tokens", ("N",), INTEGERS, differentiable=False),
+        Operand("batch.read_state_indices", ("N",), INTEGERS, differentiable=False),
+        Operand("batch.checkpoint_indices", ("N", "P"), INTEGERS, differentiable=False),
+    )
+}
+
+
+def window_operand(name: str, dtype: str) -> Operand:
+    """The place in a pool, ``pool.window[name]``, where an operand's tokens wait until they are accepted.
+
+    Inputs wait in the call's own dtype and gates in float32, so that what is computed from them again is the same.
+
+    Args:
+        name: an operand with tokens. dtype: the dtype of the call's inputs.
+    """
+    axes = tuple(axis for axis in OPERANDS[name].axes if axis not in ("B", "T"))
+    return Operand(
+        f"pool.window.{name}",
+        ("S", "R", *axes),
+        ("float32",) if OPERANDS[name].gate else (dtype,),
+        differentiable=False,
+    )
+
+
+#: Operands that may lie on the host, as numpy arrays too, whatever the others are.
+ON_HOST = ("cu_seqlens", *BATCH_OPERANDS)
 
 
 def along(axis: str) -> tuple[str, ...]:
