@@ -52,6 +52,7 @@ def options_of(s: Signature) -> Options:
     return Options(
         s.scale, s.output_final_state, s.qk_l2norm, s.gate, s.chunk_size, s.precision, s.state_layout, s.deterministic,
         s.step, None if conv is None else conv.activation, None if conv is None else s.H, None if conv is None else s.K,
+        s.norm,
     )  # fmt: skip
 
 
