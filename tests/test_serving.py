@@ -301,6 +301,32 @@ def test_layers_take_a_pool(name):
         layer.update(x[None], pool, pg.Batch([0, 9], [1], [0]))
 
 
+def test_torch_writes_the_pool_in_place_and_others_do_not():
+    for library in ("torch", "numpy"):
+        setting = Setting(library=library, mixer=True)
+        pool = setting.pool()
+        before = {name: id(a) for name, a in pool.operands().items()}
+        held = arrays_of(pool)
+        _, after = call(setting, 2, pool=pool)
+        same = {name: id(a) for name, a in after.operands().items()} == before
+        assert same == (library == "torch")
+        changed = any(a.tobytes() != held[name].tobytes() for name, a in arrays_of(pool).items())
+        assert changed == (library == "torch")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_states_in_bfloat16_round_once_a_step(library):
+    tokens = draw_tokens("GDN", 13, 0, mixer=True)
+    windows = [(4, 4), (1, 1), (4, 3), (2, 2), (3, 3)]
+    exact, state = one_request(Setting(library=library, mixer=True, room=4), tokens, windows)
+    rounded = Setting(library=library, mixer=True, room=4, state_dtype="bfloat16")
+    o, held = one_request(rounded, tokens, windows)
+    assert held["pool.recurrent"].dtype.name == "bfloat16"
+    for got, want in ((o, exact), (held["pool.recurrent"].astype(np.float32), state["pool.recurrent"])):
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert 1e-5 < error < len(windows) * 2.0**-9
+
+
 def test_explain_says_which_backend_serves():
     setting = Setting()
     x = {name: setting.array(a) for name, a in draw_tokens("GDN", 3, 0).items()}
@@ -367,6 +393,13 @@ def test_many_schedules(library, variant, mixer):
             follow(Setting(variant, library, mixer=mixer, **options), rng, (0, 1, 2, 3, 4, 5, 7, 8, 9), steps=6)  # noqa: B023
 
         schedules()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["GDN", "KDA"])
+def test_kernels_of_fla_by_gather_and_scatter(variant):
+    pytest.importorskip("fla")
+    follow(Setting(variant, "torch", "fla-interpret", N=2, T=8, every=2, room=2), random.Random(1), (0, 1, 2, 4), 3)
 
 
 @pytest.mark.slow
