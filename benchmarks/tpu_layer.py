@@ -48,6 +48,8 @@ ENTRIES = tuple(
         ("layer", "fast", "xla"),
     )
     for direction in ("forward", "train")
+) + tuple(
+    LayerShape("mixer", "gdn", "train", 2048, MODELS[0][2], precision, norm=False) for precision in ("fast", "default")
 )
 
 
@@ -55,7 +57,7 @@ def name(of: LayerShape) -> str:
     """An entry's name in the file."""
     s = of.shape
     words = (of.variant, of.scope, of.direction, of.precision or "", of.backend, f"hidden {of.hidden}")
-    return " ".join((*words, f"{s.heads}/{s.value_heads}"))
+    return " ".join((*words, f"{s.heads}/{s.value_heads}", *([] if of.norm else ["without norm"])))
 
 
 def versions() -> str:
@@ -96,7 +98,8 @@ def table(figures: dict[str, Any], made_with: str) -> str:
                 continue
             beside = other.get(chip)
             s = of.shape
-            what = f"{of.variant} {of.scope}, {s.heads} / {s.value_heads} heads, {of.direction}, `{of.precision}`"
+            scope = of.scope if of.norm else f"{of.scope} without norm and gate"
+            what = f"{of.variant} {scope}, {s.heads} / {s.value_heads} heads, {of.direction}, `{of.precision}`"
             cells = [f"{row[part]:.2f}" for part in (*PARTS, "together", "floor")]
             cells.append(f"{beside['together']:.2f}" if isinstance(beside, dict) else "")
             lines.append(f"| {what} | {chip} | " + " | ".join(cells) + " |")

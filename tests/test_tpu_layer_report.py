@@ -33,7 +33,9 @@ def test_what_is_compiled_is_the_layer_or_its_mixer(variant):
     function, args = layer_call(layer("mixer", "train", variant, backend="xla"))
     o, gradients = jax.eval_shape(function, *args)
     assert o.shape == (1, 40, 16)  # as a projection reads it
+    (bare,) = layer_call(layer("mixer", variant=variant, norm=False))[1]
     (arrays,), _ = args
+    assert set(arrays) - set(bare) == {"output_norm.weight", "z"}
     assert {"qkv", "conv.weight", "output_norm.weight", "gate.A_log", "gate.dt_bias", "z", "g"} <= set(arrays)
     assert [a.shape for a in jax.tree.leaves(gradients)] == [a.shape for a in jax.tree.leaves(arrays)]
 
@@ -83,6 +85,7 @@ def test_what_runs_nobody_knows_how_often_has_no_time():
         ({"direction": "backward"}, "--direction is 'backward'; it must be one of forward, train for a layer."),
         ({"hidden": 0}, "--hidden-size is 0; it must be at least 1."),
         ({"backend": "torch"}, "--backend is 'torch'; it must be one of pallas, xla for a layer."),
+        ({"norm": False}, "--no-norm is given for a layer; it must go with --op mixer: a layer has its norm."),
         ({"shape": SMALL._replace(sequences=2)}, "--sequences is 2; it must be 0 for a layer."),
     ],
 )

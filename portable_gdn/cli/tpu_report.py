@@ -25,6 +25,7 @@ def tpu_report(
     direction: Annotated[str, typer.Option(help=f"For --op layer or mixer: {' or '.join(DIRECTIONS)}.")] = "forward",
     hidden_size: Annotated[int, typer.Option(help="For --op layer or mixer: channels of the layer's input.")] = 2048,
     backend: Annotated[str, typer.Option(help="For --op layer or mixer: pallas or xla.")] = "pallas",
+    norm: Annotated[bool, typer.Option(help="For --op mixer: with the output's norm and gate.")] = True,
     variant: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "gdn",
     groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
     fused: Annotated[bool, typer.Option(help="The mixer: with the convolution, the l2norm and the gates.")] = False,
@@ -53,7 +54,7 @@ def tpu_report(
     if op in SCOPES:
         if fused:
             raise bad("--fused", "given", f"be left out of --op {op}, which has everything in it")
-        layer = LayerShape(op, variant, direction, hidden_size, shape, precision, backend)
+        layer = LayerShape(op, variant, direction, hidden_size, shape, precision, backend, norm)
         report_layers(layer, chips, not no_cache, as_json)
         return
     with progress_bar("compile") as update:

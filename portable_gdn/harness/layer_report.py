@@ -37,6 +37,7 @@ class LayerShape(NamedTuple):
         shape: the rest; weights and activations are of its dtype.
         precision: as of ``gated_delta_rule``.
         backend: "pallas" or "xla".
+        norm: whether a mixer has the output's norm and gate; a layer always has.
     """
 
     scope: str
@@ -46,6 +47,7 @@ class LayerShape(NamedTuple):
     shape: Shape
     precision: str | None = None
     backend: str = "pallas"
+    norm: bool = True
 
     def check(self) -> None:
         """Refuse what there is not.
@@ -63,6 +65,8 @@ class LayerShape(NamedTuple):
                 raise bad(name, repr(value), f"be one of {', '.join(known)} for a layer")
         if self.hidden < 1:
             raise bad("--hidden-size", self.hidden, "be at least 1")
+        if self.scope == "layer" and not self.norm:
+            raise bad("--no-norm", "given for a layer", "go with --op mixer: a layer has its norm")
         if self.shape.sequences:
             raise bad("--sequences", self.shape.sequences, "be 0 for a layer")
 
@@ -199,7 +203,10 @@ def layer_call(of: LayerShape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         rest: dict[str, Any] = {}
 
         def arrays_of(weights: Any, x: Any) -> Any:
-            arrays, others = _arrays(nnx.merge(graph, weights).mixer_arguments(x))
+            arguments = nnx.merge(graph, weights).mixer_arguments(x)
+            if not of.norm:
+                arguments |= {"output_norm": None, "z": None}
+            arrays, others = _arrays(arguments)
             rest.update(others)
             return arrays
 
