@@ -17,6 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 SHORT = (0, 1, 1, 2, 3, 5)
 LONG = (0, 1, 2, 3, 127, 128, 129)
 LIBRARIES = ("numpy", "torch", "jax")
+FIRST = ("numpy", "torch", pytest.param("jax", marks=pytest.mark.slow))  # where jax compiles programs of its own
 VARIANTS = ("DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA")
 
 
@@ -230,7 +231,7 @@ def test_pools_that_cannot_be(change, sentence):
         pg.state_pool(**{"num_slots": 4, "library": "numpy", "num_heads": 2, "key_dim": 8, "window": 2, **change})
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", FIRST)
 def test_slots_travel(library):
     setting = Setting(library=library, mixer=True)
     _, pool = call(setting, 9)
@@ -241,7 +242,7 @@ def test_slots_travel(library):
         assert a[1].tobytes() == a[4].tobytes(), name
         assert not np.any(a[[0, 2]])
     go_on = {"num_computed_tokens": [10], "num_accepted_tokens": [1]}
-    for other, layout in (("numpy", "vk"), ("torch", "kv"), ("jax", "vk")):
+    for other, layout in (("numpy", "vk"), ("torch", "kv"), (library, "vk")):
         target = Setting(library=other, mixer=True, state_layout=layout)
         moved = target.pool().import_(6, pool.export(4), state_layout=layout)
         assert moved.export(6, state_layout=layout).recurrent.tobytes() == pool.export(4).recurrent.tobytes()
@@ -255,7 +256,7 @@ def test_slots_travel(library):
         Setting(library=library).pool().import_(1, pool.export(1)._replace(window={}))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", FIRST)
 def test_the_output_norm_and_its_gate_are_in_the_call(library):
     setting = Setting(library=library, mixer=True)
     rng = np.random.default_rng(0)
@@ -314,7 +315,7 @@ def test_torch_writes_the_pool_in_place_and_others_do_not():
         assert changed == (library == "torch")
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", FIRST)
 def test_states_in_bfloat16_round_once_a_step(library):
     tokens = draw_tokens("GDN", 13, 0, mixer=True)
     windows = [(4, 4), (1, 1), (4, 3), (2, 2), (3, 3)]

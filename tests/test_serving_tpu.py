@@ -38,7 +38,11 @@ def follow(setting, seed, steps=4, poison=None):
 
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [("GDN", {"mixer": True, "every": 4, "room": 2}), ("GDN", {"room": 0}), ("GDN-2", {"room": 2})],
+    [
+        ("GDN", {"mixer": True, "every": 4, "room": 2}),
+        ("GDN", {"room": 0}),
+        pytest.param("GDN-2", {"room": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules(variant, options):
     setting = Setting(variant, "jax", "pallas-interpret", N=3, T=12, **options)
