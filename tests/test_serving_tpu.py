@@ -49,6 +49,17 @@ def test_schedules(variant, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", ["GDN", "KDA"])
+def test_windows_equal_single_tokens_and_rejections_leave_no_trace(variant):
+    setting = Setting(variant, "jax", "pallas-interpret", mixer=True, room=4)
+    tokens = serving.draw_tokens(variant, 14, 3, mixer=True)
+    single, _ = serving.one_request(setting, tokens, [(1, 1)] * 12 + [(2, 2)])
+    for windows in ([(4, 4)] * 3 + [(2, 2)], [(4, 1), (4, 3), (3, 2), (4, 0), (4, 4), (2, 1), (1, 1), (2, 2)]):
+        outputs, _ = serving.one_request(setting, tokens, windows)
+        assert outputs.tobytes() == single.tobytes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA"])
 def test_more_schedules(variant):
     for options in ({"mixer": True, "room": 3, "every": 2}, {"room": 4, "window": 1, "every": 3}):
