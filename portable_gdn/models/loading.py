@@ -10,6 +10,7 @@ from flax import nnx
 
 from ..checkpoint import provenance
 from ..checkpoint.configuration import text_config
+from ..checkpoint.header import Tensor
 from ..checkpoint.loading import load_stacks
 from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
@@ -18,7 +19,7 @@ from .decoder import Decoder
 from .families import settings_of
 from .settings import DecoderSettings
 
-__all__ = ["end_tokens", "load_model"]
+__all__ = ["end_tokens", "load_model", "read_settings"]
 
 
 def load_model(
@@ -45,19 +46,11 @@ def load_model(
             here.
     """
     folder = Path(port)
-    facts = provenance.load(folder)
-    if facts["target"] not in TREES:
-        raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
-    if facts["settings"].get("lora") or facts["adapter"]:
-        raise bad(str(folder), "an adapter", "be a whole model: join it with its base, and port that")
-    found = provenance.open_port(folder, facts, side=False)
-    carried = {name for names in facts["carried"].values() for name in names}
-    shapes = {name: found.where[name][1].shape for name in found.where if name not in carried}
-    settings = settings_of(facts, provenance.source_config(folder), shapes)
-
+    settings, leaves = read_settings(folder)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
     options = {"dtype": dtype, "backend": backend, "precision": precision}
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
-    dtypes = {name: found.where[name][1].dtype for name in shapes}
+    dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):
         model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False, **options))
     graph, state = nnx.split(model)
@@ -65,9 +58,27 @@ def load_model(
     want = {name: leaf.shape[len(names) > 1 :] for _, leaf, names in places.values() for name in names}
     _check_leaves(folder, want, shapes, settings)
     asked = {key: names if len(names) > 1 else names[0] for key, (_, _, names) in places.items()}
-    leaves = load_stacks(folder, asked, progress=progress)
-    filled = [(path, leaf.replace(leaves.pop(key))) for key, (path, leaf, _) in places.items()]
+    loaded = load_stacks(folder, asked, progress=progress)
+    filled = [(path, leaf.replace(loaded.pop(key))) for key, (path, leaf, _) in places.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def read_settings(folder: Path) -> tuple[DecoderSettings, dict[str, Tensor]]:
+    """The settings of a port's whole model, and the leaves that it is made of, by name.
+
+    Raises:
+        GdnError: the folder is no port in our tree, is an adapter, or is of a family that has no decoder here.
+    """
+    facts = provenance.load(folder)
+    if facts["target"] not in TREES:
+        raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
+    if facts["settings"].get("lora") or facts["adapter"]:
+        raise bad(str(folder), "an adapter", "be a whole model: join it with its base, and port that")
+    found = provenance.open_port(folder, facts, side=False)
+    carried = {name for names in facts["carried"].values() for name in names}
+    leaves = {name: found.where[name][1] for name in found.where if name not in carried}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    return settings_of(facts, provenance.source_config(folder), shapes), leaves
 
 
 def end_tokens(port: str | Path) -> tuple[int, ...]:
@@ -80,6 +91,17 @@ def end_tokens(port: str | Path) -> tuple[int, ...]:
     found = next((part["eos_token_id"] for part in said if part.get("eos_token_id") is not None), ())
     tokens = found if isinstance(found, list) else [found] if found != () else []
     return tuple(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
+
+
+def check_leaves(folder: Path, settings: DecoderSettings, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a port's leaves with those of the model that its configuration describes.
+
+    Raises:
+        GdnError: one is missing, has no place in the model, or has another shape.
+    """
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False))
+    flat = nnx.to_flat_state(nnx.state(model))
+    _check_leaves(folder, {model.names(path)[0]: leaf.shape for path, leaf in flat}, shapes, settings)
 
 
 def _check_leaves(
