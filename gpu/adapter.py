@@ -11,6 +11,7 @@
 | cu_seqlens | cu_seqlens, cu_seqlens_cpu | without empty sequences; ends at T; on the host for index tables |
 | chunk_size | chunk_size | where given |
 | gate, mask, conv | | done before, in float32 (``spec.prologue``) |
+| output_norm, z | x, g, weight of ``rms_norm_gated`` or ``rms_norm`` | behind the rule (``norm.py``) |
 | qk_l2norm | ``l2norm``, or use_qk_l2norm_in_kernel | before, in float32, where operands are float32 |
 
 ``operations.py`` has which of FLA's operations that is. Calls of one token that want no gradient take its recurrent
@@ -29,11 +30,12 @@ from torch import Tensor
 from ..spec.errors import GdnError
 from ..spec.gates import l2norm
 from ..spec.problem import Problem, Result, Signature
-from ..spec.prologue import finish, gates, masked, prepare, starts, swap_state
+from ..spec.prologue import gates, masked, prepare, starts, swap_state
 from ..spec.torch_tensors import boundaries_as_tensor
 from .compiled import one_operation
 from .families import family, one_token, operand_dtype, rule_of
 from .launching import Settings
+from .norm import finished
 from .operations import Operands, fitted
 from .rule import apply, products
 
@@ -67,7 +69,7 @@ def run(problem: Problem) -> Result:
         recurs = one_token(s) and not (torch.is_grad_enabled() and differentiated)
         rule = rule_of(s, call.raw, *settings_of(s))
         o, state = compute(rule, call.operands, call.S, bounds, call.starts, recurs)
-        o = finish(xp, s, x, o)
+        o = finished(s, x, o)
     return Result(o[:, 0] if s.step else o, swap_state(xp, s, state) if s.output_final_state else None, call.conv_state)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..spec import torch_tensors
 from ..spec.backend import Backend
-from ..spec.precision import OPERANDS, Rounding
+from ..spec.precision import NORM_INPUTS, OPERANDS, Rounding
 from ..spec.problem import Problem, Result, Signature
 from . import interpreter
-from .families import chunk_size, family, one_token, operand_dtype
+from .families import chunk_size, family, norm_is_fused, one_token, operand_dtype
 from .launching import Launch, others_installed, serving
 from .versions import missing, versions
 
@@ -98,6 +98,8 @@ class Fla(Backend):
             kept |= dict.fromkeys(family(s).wide, single)
         elif self._inverts_in_tf32(s):
             kept |= {"A": "tf32", "T": "tf32"}
+        if s.norm is not None:
+            kept |= dict.fromkeys(NORM_INPUTS, dtype)
         return Rounding(
             {name: to for name, to in kept.items() if to != "float32"},
             chunk_size(s),
@@ -127,6 +129,8 @@ class Fla(Backend):
         words = [
             f"{name} of " + ", ".join(f"{name} {version}" for name, version in versions(("fla", "triton")).items())
         ]
+        if norm_is_fused(s):
+            words.append("its fused norm and gate of the output")
         if s.deterministic:
             words.append("FLA's own kernels, each in the first of its configurations that fits")
         elif others := others_installed():

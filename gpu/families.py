@@ -14,6 +14,7 @@ __all__ = [
     "chunk_size",
     "family",
     "may_reset",
+    "norm_is_fused",
     "one_token",
     "operand_dtype",
     "rule_of",
@@ -115,6 +116,11 @@ def one_token(s: Signature) -> bool:
 def may_reset(s: Signature) -> bool:
     """Whether a gate of this call can be a reset; where none can, none is looked for (it would wait for the device)."""
     return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
+
+
+def norm_is_fused(s: Signature) -> bool:
+    """Whether FLA's kernels compute a call's output norm, unless torch.compile traces it or z is wider than q, k, v."""
+    return s.norm is not None and not s.deterministic
 
 
 class Rule(NamedTuple):

@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        Batch,
         BoundedGate,
+        GatedRMSNorm,
         MixerState,
         RuleStates,
         ShortConv,
         SoftplusGate,
+        StatePool,
         explain,
         gated_delta_mixer,
+        gated_delta_mixer_step,
+        gated_delta_mixer_update,
         gated_delta_rule,
         gated_delta_rule_step,
+        gated_delta_rule_update,
+        state_pool,
     )
     from .dispatch import register_backend
     from .parallel.sharding import Sharding
@@ -33,15 +40,22 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         (
+            "Batch",
             "BoundedGate",
+            "GatedRMSNorm",
             "MixerState",
             "RuleStates",
             "ShortConv",
             "SoftplusGate",
+            "StatePool",
             "explain",
             "gated_delta_mixer",
+            "gated_delta_mixer_step",
+            "gated_delta_mixer_update",
             "gated_delta_rule",
             "gated_delta_rule_step",
+            "gated_delta_rule_update",
+            "state_pool",
         ),
         "api",
     ),
@@ -56,7 +70,9 @@ _HOME = {
 
 __all__ = [
     "Backend",
+    "Batch",
     "BoundedGate",
+    "GatedRMSNorm",
     "GdnError",
     "MixerState",
     "Problem",
@@ -67,12 +83,17 @@ __all__ = [
     "ShortConv",
     "Signature",
     "SoftplusGate",
+    "StatePool",
     "__version__",
     "explain",
     "gated_delta_mixer",
+    "gated_delta_mixer_step",
+    "gated_delta_mixer_update",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_delta_rule_update",
     "register_backend",
+    "state_pool",
     "watch",
 ]
 

@@ -10,24 +10,36 @@ from typing import Any, NamedTuple
 
 from . import dispatch
 from .door import check_host_boundaries, describe
+from .gathering import add, gate_kind, mixer_operands
 from .parallel.calls import compute
 from .parallel.placement import signature_of_a_shard
 from .parallel.sharding import Sharding
+from .serving.batch import Batch
+from .serving.calls import gated_delta_mixer_update, gated_delta_rule_update, update_operands
+from .serving.pool import StatePool, state_pool
 from .spec.conv import ShortConv
-from .spec.errors import bad, suggests_keywords
+from .spec.errors import suggests_keywords
 from .spec.gates import BoundedGate, SoftplusGate
-from .spec.problem import GateKind, Options
+from .spec.norm import GatedRMSNorm
+from .spec.problem import Options, UpdateOptions
 
 __all__ = [
+    "Batch",
     "BoundedGate",
+    "GatedRMSNorm",
     "MixerState",
     "RuleStates",
     "ShortConv",
     "SoftplusGate",
+    "StatePool",
     "explain",
     "gated_delta_mixer",
+    "gated_delta_mixer_step",
+    "gated_delta_mixer_update",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "gated_delta_rule_update",
+    "state_pool",
 ]
 
 dispatch.backends()  # found now, since torch.compile cannot trace the search
@@ -134,7 +146,7 @@ def gated_delta_rule(
         GdnError: an argument is wrong, or the backend named cannot compute the call.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(
+    add(
         operands,
         g=g,
         beta=beta,
@@ -149,7 +161,7 @@ def gated_delta_rule(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
@@ -194,12 +206,12 @@ def gated_delta_rule_step(
         GdnError: as ``gated_delta_rule``.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
+    add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
     options = Options(
         scale=scale,
         output_final_state=True,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
@@ -220,6 +232,8 @@ def gated_delta_mixer(
     beta: Array | None = None,
     erase: Array | None = None,
     write: Array | None = None,
+    output_norm: GatedRMSNorm | None = None,
+    z: Array | None = None,
     scale: float | None = None,
     state: MixerState | None = None,
     output_final_state: bool = False,
@@ -236,64 +250,101 @@ def gated_delta_mixer(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState | None]:
-    """Short convolution, l2 norm, gates and rule in one call: the mixer of a layer between its projections.
+    """Short convolution, l2 norm, gates, rule and output norm in one call: a layer between its projections.
 
     Args:
         qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K] twice and [B, T, HV * V].
         conv: the convolution over the channels q | k | v.
         num_heads: key heads H; value heads are those of g or beta.
         key_dim: K; needed where qkv is one array.
+        output_norm: the norm of each value head's output, with its weight and the activation of its gate; None is none.
+        z: the gate of output_norm before its activation, [B, T, HV * V] or [B, T, HV, V], any float dtype.
         state: what an earlier call returned; None starts from zeros.
         qk_l2norm: whether q and k are normalised after the convolution; here True by default, as models do.
-        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output.
+        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output, unless the
+        backend's declared rounding says so of the norm's input.
 
     Returns:
-        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for).
+        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for). A caller that
+        projects reshapes o to [B, T, HV * V], which costs nothing: that is how kernels write it.
 
     Raises:
         GdnError: as ``gated_delta_rule``.
     """
-    if not isinstance(conv, ShortConv):
-        raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
-    if conv.weight is None:
-        raise bad("conv.weight", "None", "be an array [channels, W]")
-    if state is not None and not (isinstance(state, tuple) and len(state) == 2):
-        raise bad("state", f"a {type(state).__name__}", "be None or a MixerState")
-    recurrent, before = (None, None) if state is None else state
-    if isinstance(qkv, (tuple, list)):
-        if len(qkv) != 3:
-            raise bad("qkv", f"a sequence of {len(qkv)} arrays", "be one array, or three: q, k, v")
-        operands = dict(zip("qkv", qkv, strict=True))
-    else:
-        operands = {"qkv": qkv}
-    _add(operands, conv_weight=conv.weight, conv_bias=conv.bias, conv_state=before)
-    kind = _gate(operands, gate)
-    _add(
-        operands,
-        g=g,
-        beta=beta,
-        erase=erase,
-        write=write,
-        initial_state=recurrent,
-        cu_seqlens=cu_seqlens,
-        segment_ids=segment_ids,
-        mask=mask,
-    )
+    mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
+    mixed |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids, "mask": mask}
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
     options = Options(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=kind,
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
-        conv_activation=conv.activation,
         num_heads=num_heads,
         key_dim=key_dim,
+        **kinds,
     )
     result, _ = compute(operands, options, backend, check_values, sharding)
     return result.o, MixerState(result.state, result.conv_state) if output_final_state else None
+
+
+@suggests_keywords
+def gated_delta_mixer_step(
+    qkv: Array | tuple[Array, Array, Array],
+    g: Array | None = None,
+    *,
+    conv: ShortConv,
+    num_heads: int,
+    key_dim: int | None = None,
+    beta: Array | None = None,
+    erase: Array | None = None,
+    write: Array | None = None,
+    output_norm: GatedRMSNorm | None = None,
+    z: Array | None = None,
+    state: MixerState | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    gate: Gate | None = None,
+    precision: str | None = None,
+    state_layout: str = "kv",
+    deterministic: bool = False,
+    check_values: bool = False,
+    backend: str | None = None,
+    sharding: Sharding | None = None,
+) -> tuple[Array, MixerState]:
+    """One token of the mixer, for decoding.
+
+    Args:
+        qkv: [B, channels], or three arrays: [B, H * K] twice and [B, HV * V].
+        g: [B, HV], [B, HV, n] or [B, HV, K]; beta: [B, HV]; erase: [B, HV, K]; write: [B, HV, V].
+        z: [B, HV * V] or [B, HV, V].
+        state: what ``gated_delta_mixer`` or an earlier step returned, [B, HV, K, V] and [B, W - 1, channels]; None is
+            the start. The rest as in ``gated_delta_mixer``.
+
+    Returns:
+        o [B, HV, V] in qkv's dtype, and the new state, both parts float32.
+
+    Raises:
+        GdnError: as ``gated_delta_rule``.
+    """
+    mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
+    operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
+    options = Options(
+        scale=scale,
+        output_final_state=True,
+        qk_l2norm=qk_l2norm,
+        precision=precision,
+        state_layout=state_layout,
+        deterministic=deterministic,
+        step=True,
+        num_heads=num_heads,
+        key_dim=key_dim,
+        **kinds,
+    )
+    result, _ = compute(operands, options, backend, check_values, sharding)
+    return result.o, MixerState(result.state, result.conv_state)
 
 
 @suggests_keywords
@@ -322,16 +373,21 @@ def explain(
     output_states_every: int | None = None,
     backend: str | None = None,
     sharding: Sharding | None = None,
+    pool: StatePool | None = None,
+    batch: Batch | None = None,
+    window: int | None = None,
+    checkpoint_every: int | None = None,
 ) -> dispatch.Explanation:
     """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
 
-    Takes the arguments of ``gated_delta_rule``; computes nothing. Print what it returns.
+    Takes the arguments of ``gated_delta_rule``, or with a pool and a batch those of ``gated_delta_rule_update``;
+    computes nothing. Print what it returns.
 
     Raises:
         GdnError: the call itself is wrong.
     """
     operands = {"q": q, "k": k, "v": v}
-    _add(
+    add(
         operands,
         g=g,
         beta=beta,
@@ -346,31 +402,17 @@ def explain(
         scale=scale,
         output_final_state=output_final_state,
         qk_l2norm=qk_l2norm,
-        gate=_gate(operands, gate),
+        gate=gate_kind(operands, gate),
         chunk_size=chunk_size,
         precision=precision,
         state_layout=state_layout,
         deterministic=deterministic,
     )
+    if pool is not None or batch is not None:
+        operands |= update_operands(pool, batch)
+        options = options._replace(update=UpdateOptions(window, checkpoint_every))
+        return dispatch.explain(describe(operands, options), backend)
     signature = describe(operands, options)
     if cu_seqlens is not None:
         check_host_boundaries(operands["cu_seqlens"], signature.T)
     return dispatch.explain(signature_of_a_shard(signature, operands, sharding), backend)
-
-
-def _add(operands: dict[str, Array], **named: Array | None) -> None:
-    for name, x in named.items():
-        if x is not None:
-            operands[name] = x
-
-
-def _gate(operands: dict[str, Array], gate: Gate | None) -> GateKind | None:
-    """Put the gate's parameters among the operands; what is left of it, or None without a gate."""
-    if gate is None:
-        return None
-    if not isinstance(gate, (SoftplusGate, BoundedGate)):
-        raise bad("gate", f"a {type(gate).__name__}", "be None, a SoftplusGate or a BoundedGate")
-    if isinstance(gate, BoundedGate) and gate.lower_bound is None:
-        raise bad("gate.lower_bound", "None", "lie in [-5, 0)")
-    _add(operands, A_log=gate.A_log, dt_bias=gate.dt_bias)
-    return GateKind(gate.lower_bound if isinstance(gate, BoundedGate) else None)

@@ -106,7 +106,8 @@ def _reason(backend: Backend, signature: Signature) -> str | None:
     if signature.library not in backend.libraries:
         takes = " or ".join(_ARRAYS.get(name, name) for name in backend.libraries)
         return f"it takes {takes}, and these are {_ARRAYS[signature.library]}"
-    return backend.unavailable() or backend.refuses(signature)
+    refuses = backend.refuses if signature.update is None else backend.refuses_update
+    return backend.unavailable() or refuses(signature)
 
 
 _ARRAYS = {"torch": "torch tensors", "jax": "JAX arrays", "numpy": "numpy arrays"}
@@ -162,7 +163,7 @@ class Explanation(NamedTuple):
             variant += " (without beta, erase or write: gated linear attention, which is no delta rule)"
         lines = [
             f"{variant}, {s.dtype}, precision {s.precision}, {_ARRAYS[s.library]} on {s.device}, "
-            f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}",
+            f"B={s.B} T={s.T} N={s.N} H={s.H} HV={s.HV} K={s.K} V={s.V}{_pool(s)}",
             f"  runs on  {self._where()}" if self.backend else "  runs on no backend",
         ]
         backend = _registry.get(self.backend or "")
@@ -178,6 +179,14 @@ class Explanation(NamedTuple):
     def _where(self) -> str:
         backend = _registry.get(self.backend or "")
         return str(self.backend) if backend is None or self.named else where(backend, self.signature)
+
+
+def _pool(s: Signature) -> str:
+    """What an explanation says of the pool that a call updates."""
+    if s.update is None:
+        return ""
+    states = f"{s.update.slots} slots of {s.update.state_dtype} states"
+    return f", updating {states}, window {s.update.window}"
 
 
 def explain(signature: Signature, name: str | None = None) -> Explanation:

@@ -21,18 +21,28 @@ import numpy as np
 from . import dispatch
 from .spec.backend import Backend
 from .spec.errors import GdnError, bad
-from .spec.operands import DIFFERENTIABLE
-from .spec.problem import Meta, Options, Problem, Result, Signature
+from .spec.operands import BATCH_OPERANDS, DIFFERENTIABLE, ON_HOST
+from .spec.problem import Meta, Options, Problem, Result, Signature, UpdateResult
 from .spec.rules import check_boundaries, make_signature
 from .watching import note
 
-__all__ = ["check_states_every", "describe", "empty_result", "library_of", "normalise", "run", "run_with_gradients"]
+__all__ = [
+    "check_states_every",
+    "describe",
+    "empty_result",
+    "library_of",
+    "normalise",
+    "run",
+    "run_update",
+    "run_with_gradients",
+]
 
 Array = Any
 
 _LIBRARY_OF_TYPE: dict[type, str | None] = {}
 _CALLS: dict[Any, tuple[Signature, Backend]] = {}
 _MOST_CALLS = 4096
+_STARTS = next(iter(BATCH_OPERANDS))
 _BOUNDARIES: dict[tuple[bytes, str, int], None] = {}
 
 
@@ -87,8 +97,7 @@ def normalise(
         signature = describe(operands, options)
         chosen = dispatch.choose(signature, backend)
     else:
-        if isinstance(operands.get("cu_seqlens"), (list, tuple)):  # before the key is made of it
-            operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
+        _lists_as_arrays(operands)  # before the key is made of them
         key = (
             tuple(operands),
             options,
@@ -111,6 +120,8 @@ def normalise(
                     operands[name] = np.array(x)
         if "cu_seqlens" in operands:  # the copy is checked, and nothing but the copy is used
             check_host_boundaries(operands["cu_seqlens"], signature.T)
+        if options.update is not None:
+            _check_host_rows(operands[_STARTS], signature.T)
     if check_values:
         from .values import check
 
@@ -124,6 +135,21 @@ def run(problem: Problem, backend: Backend) -> Result:
         return empty_result(problem)
     note(problem.signature, backend)
     return backend.run(problem)
+
+
+def run_update(problem: Problem, backend: Backend) -> UpdateResult:
+    """Compute an update of a pool; one without tokens or rows is answered here, with zeros and the pool as it is."""
+    s, x = problem
+    if s.T * s.N == 0:
+        like = x["qkv"] if "qkv" in x else x["v"]
+        if s.library == "torch":
+            o = like.new_zeros((s.T, s.HV, s.V))
+        else:
+            xp: Any = np if s.library == "numpy" else sys.modules["jax"].numpy
+            o = xp.zeros((s.T, s.HV, s.V), like.dtype)
+        return UpdateResult(o, {name: a for name, a in x.items() if name.startswith("pool.")})
+    note(s, backend)
+    return backend.update(problem)
 
 
 def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Result, Array]:
@@ -186,26 +212,29 @@ def _is_tracer(x: Array) -> bool:
     return isinstance(x, sys.modules["jax"].core.Tracer)
 
 
-def _boundary_list(values: Any) -> np.ndarray:
+def _lists_as_arrays(operands: dict[str, Array]) -> None:
+    """Boundaries and other integers that were given as lists."""
+    for name in ON_HOST:
+        if isinstance(operands.get(name), (list, tuple)):
+            operands[name] = _integers(name, operands[name])
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError:  # ragged
-        raise bad("cu_seqlens", repr(values), "be a flat list of integers") from None
+        raise bad(name, repr(values), "be a flat list of integers") from None
+    if name in BATCH_OPERANDS and not array.size:  # no rows
+        array = array.astype(np.int32)
     if array.dtype.kind not in "iu":
-        raise bad("cu_seqlens", f"a list of {array.dtype.name if array.size else 'nothing'}", "hold integers")
+        raise bad(name, f"a list of {array.dtype.name if array.size else 'nothing'}", "hold integers")
     return array.astype(np.int32 if np.all(np.abs(array) < 2**31) else np.int64)
 
 
 def check_host_boundaries(cu_seqlens: Array, T: int) -> None:
     """Check boundaries that lie on the host; those on a device are not read."""
-    library = library_of(cu_seqlens)
-    if library == "torch" and cu_seqlens.device.type == "cpu" and type(cu_seqlens).__module__ == "torch":
-        if sys.modules["torch"]._C._are_functorch_transforms_active():
-            return
-        array = cu_seqlens.detach().numpy()
-    elif library == "numpy":
-        array = cu_seqlens
-    else:
+    array = _on_host(cu_seqlens)
+    if array is None:
         return
     key = (array.tobytes(), array.dtype.str, T)
     if key in _BOUNDARIES:
@@ -216,10 +245,34 @@ def check_host_boundaries(cu_seqlens: Array, T: int) -> None:
     _BOUNDARIES[key] = None
 
 
+def _on_host(integers: Array) -> np.ndarray | None:
+    """The contents of an array that lies on the host, or None: those on a device are not read."""
+    library = library_of(integers)
+    if library == "torch" and integers.device.type == "cpu" and type(integers).__module__ == "torch":
+        if sys.modules["torch"]._C._are_functorch_transforms_active():
+            return None
+        return integers.detach().numpy()
+    return integers if library == "numpy" else None
+
+
+def _check_host_rows(starts: Array, T: int) -> None:
+    """Check where the rows of a batch begin, where that is known on the host."""
+    array = _on_host(starts)
+    if array is None:
+        return
+    if array[0] != 0:
+        raise bad(_STARTS, f"starting at {array[0]}", "start at 0")
+    falls = np.flatnonzero(array[1:] < array[:-1])
+    if len(falls):
+        at = int(falls[0])
+        raise bad(_STARTS, f"decreasing from {array[at]} to {array[at + 1]} at entry {at + 1}", "never decrease")
+    if array[-1] > T:
+        raise bad(_STARTS, f"ending at {array[-1]}", f"end at T = {T} or before; what lies behind its end is padding")
+
+
 def describe(operands: dict[str, Array], options: Options) -> Signature:
     """Check a call's metadata and describe it; nothing is read and no backend asked."""
-    if isinstance(operands.get("cu_seqlens"), (list, tuple)):
-        operands["cu_seqlens"] = _boundary_list(operands["cu_seqlens"])
+    _lists_as_arrays(operands)
     library, like = _common_library(operands)
     meta = {}
     device = committed = None
@@ -238,7 +291,7 @@ def describe(operands: dict[str, Array], options: Options) -> Signature:
         else:
             place = "cpu"
             meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
-        if name == "cu_seqlens" or (kind == "numpy" and library == "jax") or place == "traced":
+        if name in ON_HOST or (kind == "numpy" and library == "jax") or place == "traced":
             continue
         if device is None:
             device, like = place, name
@@ -267,7 +320,7 @@ def _common_library(operands: dict[str, Array]) -> tuple[str, str]:
                 f"a {type(x).__module__}.{type(x).__qualname__}",
                 "be a torch tensor, a JAX array or a numpy array",
             )
-        if name == "cu_seqlens" and library == "numpy":
+        if name in ON_HOST and library == "numpy":
             continue
         found.setdefault(library, name)
     if "torch" in found and "jax" in found:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from .spec.errors import GdnError, bad
-from .spec.operands import DIFFERENTIABLE, PER_TOKEN, WRITE_GATES
+from .spec.operands import DIFFERENTIABLE, ON_HOST, PER_TOKEN, WRITE_GATES
 from .spec.problem import Signature
+from .spec.slots import PENDING, batch_conditions, rows_of, token_rows
 
 __all__ = ["check"]
 
@@ -55,8 +56,20 @@ def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
     return npx, now
 
 
+def _as_held(xp: Any, s: Signature, a: Array, like: Array) -> Array:
+    """A batch's array beside the other operands; those of JAX that can be read are read."""
+    if s.library == "torch":
+        return xp.asarray(a, device=like.device)
+    return a if s.traced else np.asarray(a)
+
+
 def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[tuple[Array, str]]:
     mask = operands.get("mask")
+    if s.update is not None:
+        like = next(operands[name] for name in PER_TOKEN if name in operands)
+        held = {name: _as_held(xp, s, a, like) for name, a in operands.items() if name in ON_HOST or name == PENDING}
+        yield from batch_conditions(xp, s, held)
+        mask = token_rows(xp, s, rows_of(xp, s, held), like)[1]
     if mask is not None and not s.traced and s.library != "torch":
         mask = np.asarray(mask)
 
@@ -67,7 +80,7 @@ def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[t
             x = x.astype(np.float32) if x.dtype.name == "bfloat16" else x
         if mask is None or name not in PER_TOKEN:
             return x
-        keep = xp.reshape(mask, (*mask.shape, *(1,) * (x.ndim - 2)))
+        keep = xp.reshape(mask, (*mask.shape, *(1,) * (x.ndim - mask.ndim)))
         return xp.where(keep, x, xp.zeros_like(x))
 
     for name in FINITE:

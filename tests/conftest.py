@@ -96,19 +96,26 @@ def arguments(x: dict[str, Any], gate: str | float | None = None, **options: Any
 
 
 def mixer_arguments(x: dict[str, Any], activation: str | None = "silu", **options: Any) -> dict[str, Any]:
-    """Keyword arguments of ``gated_delta_mixer`` from operands by name (qkv, or q, k, v)."""
+    """Keyword arguments of ``gated_delta_mixer`` from operands by name (qkv, or q, k, v); ``norm`` is a NormKind."""
     x = dict(x)
     qkv = x.pop("qkv") if "qkv" in x else (x.pop("q"), x.pop("k"), x.pop("v"))
     conv = pg.ShortConv(x.pop("conv_weight"), x.pop("conv_bias", None), activation)
     state = pg.MixerState(x.pop("initial_state", None), x.pop("conv_state", None))
+    norm = options.pop("norm", None)
+    if norm is not None:
+        options["output_norm"] = pg.GatedRMSNorm(x.pop("norm_weight", None), *norm)
     return {"qkv": qkv, "conv": conv, "state": state, **arguments(x, **options)}
 
 
 def call(kind: str, x: dict[str, Any], **options: Any) -> tuple[Any, ...]:
-    """o and state of the public call; of the mixer o, recurrent and convolution state. ``kind``: rule, step, mixer."""
+    """o and state of the public call; of the mixer o, recurrent and convolution state. ``kind``: rule, step, mixer,
+    mixer step."""
     if kind == "mixer":
         o, state = pg.gated_delta_mixer(**mixer_arguments(x, **options))
         return (o, *(state if state is not None else (None, None)))
+    if kind == "mixer step":
+        o, state = pg.gated_delta_mixer_step(**mixer_arguments(x, **options))
+        return o, *state
     if kind == "step":
         x = dict(x)
         return pg.gated_delta_rule_step(state=x.pop("initial_state", None), **arguments(x, **options))
@@ -123,10 +130,10 @@ def oracle(
     gate = options.pop("gate", None)
     if gate is not None:
         options["gate"] = GateKind(None if gate == "softplus" else gate)
-    if kind == "mixer":
+    if kind.startswith("mixer"):
         options = {"conv_activation": "silu", "qk_l2norm": True, **options}
         options["conv_activation"] = options.pop("activation", options["conv_activation"])
-    problem, _ = door.normalise(dict(x), Options(step=kind == "step", **options), "numpy")
+    problem, _ = door.normalise(dict(x), Options(step=kind.endswith("step"), **options), "numpy")
     return evaluate(problem, d)
 
 

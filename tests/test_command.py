@@ -299,3 +299,18 @@ def test_what_is_left_is_said_by_the_command(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "portable-gdn: interrupted; two files are whole.\n"
+
+
+def test_every_command_shows_an_example_that_it_takes():
+    import shlex
+
+    import typer
+
+    from portable_gdn.cli.app import EXAMPLES, app
+
+    commands = typer.main.get_command(app).commands
+    assert set(commands) == set(EXAMPLES)
+    for name, command in commands.items():
+        context = typer.Context(command, info_name=name)
+        assert f"Example: portable-gdn {name}" in command.get_help(context), name
+        command.make_parser(context).parse_args(shlex.split(EXAMPLES[name]))

@@ -31,7 +31,7 @@ def bfloat16(x):
 def test_each_product_rounds_what_a_matrix_unit_does(precision, names):
     import jax
 
-    from portable_gdn.backends.xla_chunks import _product
+    from portable_gdn.backends.xla_chunks import product as _product
 
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 32, 32)).astype(np.float32), rng.normal(size=(2, 32, 32)).astype(np.float32)

@@ -64,7 +64,8 @@ def test_axes_say_what_shapes_are():
 def test_what_is_derived():
     assert set(table.DIFFERENTIABLE) == set(OPERANDS) - {"cu_seqlens", "segment_ids", "mask"}
     assert set(table.WITH_TOKENS) == {*table.PER_TOKEN, "mask", "segment_ids"}
-    assert set(table.PER_TOKEN) == {*table.INPUTS, *table.GATES}
+    assert set(table.PER_TOKEN) == {*table.INPUTS, *table.GATES, "z"}
+    assert {name for name, operand in OPERANDS.items() if operand.output} == {"z", "norm_weight"}
     assert set(table.GATES) == {"g", *table.WRITE_GATES}
     assert set(table.along("N")) == {"initial_state", "conv_state"}
     assert set(table.along("C")) == {"qkv", "conv_weight", "conv_bias", "conv_state"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -46,6 +47,18 @@ def test_the_wheel_has_every_subpackage(tmp_path):
     assert "portable_gdn/py.typed" in names
     assert sum(name.endswith(".safetensors") for name in names) == 4
     assert not any(name.startswith(("tpu/", "gpu/", "tests/")) for name in names)
+
+    # It works elsewhere, without the repository.
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere = {**os.environ, "PYTHONPATH": str(site)}
+    for words in (
+        ["-c", "import portable_gdn.gpu, portable_gdn.tpu; print(portable_gdn.tpu.__file__)"],
+        ["-m", "portable_gdn.cli.main", "verify", "-b", "numpy", "-b", "xla", "--case", "a chunk"],
+    ):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=elsewhere, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert str(site) in done.stdout or "holds:" in done.stdout
 
 
 def brings(extras, name, seen=()):

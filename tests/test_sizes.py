@@ -12,7 +12,15 @@ MOST_LINES = 80  # of a function of tpu/kernels, less one
 #: What users call, and what others call with arguments of their choice: commands, FLA's names, layers, and operations
 #: of torch.compile, which take every tensor as a parameter of its own.
 PUBLIC = {
-    "portable_gdn/api.py": {"explain", "gated_delta_mixer", "gated_delta_rule", "gated_delta_rule_step"},
+    "portable_gdn/api.py": {
+        "explain",
+        "gated_delta_mixer",
+        "gated_delta_mixer_step",
+        "gated_delta_rule",
+        "gated_delta_rule_step",
+    },
+    "portable_gdn/serving/calls.py": {"gated_delta_mixer_update", "gated_delta_rule_update"},
+    "portable_gdn/serving/pool.py": {"state_pool"},
     "portable_gdn/ops.py": None,  # all of it
     "portable_gdn/cli": None,
     "portable_gdn/layers": {"__init__"},

@@ -1,4 +1,4 @@
-"""The figures of our kernels on file: that they still hold, and that the README shows them."""
+"""The figures of our kernels on file: that they still hold, and that pages show them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def test_the_file_holds_every_call(bench):
     assert all(set(row) == set(bench.CHIPS) for row in figures.values())
 
 
-def test_the_readme_shows_the_file(bench):
+def test_pages_show_the_file(bench):
     made_with, figures = bench.on_file()
-    text = bench.README.read_text()
-    assert bench.MARKS[0] in text
-    assert bench.readme(text, bench.table(figures, made_with)) == text
+    for page, short in bench.PAGES:
+        text = page.read_text()
+        assert bench.MARKS[0] in text
+        assert bench.replaced(text, bench.table(figures, made_with, short)) == text
 
 
 @pytest.mark.slow

@@ -104,8 +104,9 @@ for name in MODELS:
 UNDO = """
 _, module = build("kimi_linear")
 chunk, step = _RULES["kimi_linear"]
-before = getattr(module, chunk), getattr(module, step), module.causal_conv1d_fn
-now = lambda: (getattr(module, chunk), getattr(module, step), module.causal_conv1d_fn)
+norm = module.KimiLinearRMSNormGated
+now = lambda: (getattr(module, chunk), getattr(module, step), module.causal_conv1d_fn, norm.forward)
+before = now()
 outer = patch_transformers("kimi_linear")
 inner = patch_transformers(["kimi_linear"], backend="torch", precision="highest")
 assert all(a is not b for a, b in zip(now(), before))

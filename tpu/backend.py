@@ -12,14 +12,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..backends.xla_backend import BACKEND as XLA
+from ..backends.xla_backend import pool_apart
 from ..spec.backend import Backend
 from ..spec.errors import GdnError
-from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
-from ..spec.problem import Problem, Result, Signature
+from ..spec.precision import DEFAULT, FAST, HIGHEST, NORM_INPUTS, Rounding
+from ..spec.problem import Problem, Result, Signature, UpdateResult
 from .chips import target
+from .kernels.common.tiles import LANES
+from .kernels.epilogue.plan import describe_norm
 from .kernels.pipelined.backward_plan import describe_gradients
-from .kernels.pipelined.plan import describe
+from .kernels.pipelined.plan import describe, norm_inside, pipeline
 from .kernels.plain.plan import TABLE_LIMIT, backward_plan, plan
+from .kernels.window.plan import window_plan
 
 if TYPE_CHECKING:
     from .execution import Execution
@@ -100,7 +104,16 @@ class Pallas(Backend):
     def serves(self, signature: Signature) -> str:
         """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
         chip = target()
-        return f"{describe(signature, chip)}; gradients: {describe_gradients(signature, chip)}"
+        if signature.update is not None:
+            p = window_plan(signature, chip)
+            assert p is not None
+            return f"window, {p.value_heads} value heads and {p.places} tokens a step at most; longer rows by XLA"
+        parts = (
+            describe(signature, chip),
+            f"gradients: {describe_gradients(signature, chip)}",
+            describe_norm(signature, chip),
+        )
+        return "; ".join(filter(None, parts))
 
     def _interpret(self) -> Any:
         return False
@@ -115,6 +128,18 @@ class Pallas(Backend):
         from .calls import compute
 
         return Result(*compute(self._execution(problem.signature), problem.operands))
+
+    def refuses_update(self, signature: Signature) -> str | None:
+        """Why it cannot compute this update, or None."""
+        if signature.device not in ("tpu", "traced"):
+            return self.refuses(signature)
+        return _refuses_update(signature)
+
+    def update(self, problem: Problem) -> UpdateResult:
+        """The outputs of an update, and its pool, which takes the memory of the one that was given."""
+        from .update import update
+
+        return UpdateResult(*update(self._execution(problem.signature), *pool_apart(problem.operands)))
 
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
         """Compute, and the states after every so many tokens; at multiples of the kernel's chunks they fall out.
@@ -149,7 +174,11 @@ class Pallas(Backend):
         names = (
             _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
         )
-        return Rounding({name: format for name, format in kept.items() if name in names}, plan(signature, here).C)
+        found = {name: format for name, format in kept.items() if name in names}
+        if signature.norm is not None and signature.dtype != "float32" and signature.precision != "highest":
+            inside = norm_inside(signature) and pipeline(signature, here) is not None
+            found |= dict.fromkeys(("o_kept",) if inside else NORM_INPUTS, signature.dtype)
+        return Rounding(found, plan(signature, here).C)
 
 
 class Alone(Pallas):
@@ -171,6 +200,10 @@ class Interpreted(Pallas):
     def refuses(self, signature: Signature) -> str | None:
         """Why it cannot compute this call, or None."""
         return _refuses(signature)
+
+    def refuses_update(self, signature: Signature) -> str | None:
+        """Why it cannot compute this update, or None."""
+        return _refuses_update(signature)
 
     def not_here(self) -> str | None:
         """Interpreters run wherever jax is."""
@@ -218,6 +251,28 @@ def _refuses(s: Signature) -> str | None:
         return (
             f"its table of {p.chunks} chunks would need {p.table_bytes >> 10} KiB of scalar memory, "
             f"and may use {TABLE_LIMIT >> 10}; split the call by rows or sequences"
+        )
+    return None
+
+
+def _refuses_update(s: Signature) -> str | None:
+    """Why the window kernel cannot compute this update on the chip that it is for, or None."""
+    if s.symbolic:
+        return "the numbers of tokens and rows of an update must be known when it is compiled"
+    if s.state_layout != "kv":
+        return "its window kernel takes states [S, HV, K, V] only, state_layout 'kv'; 'xla' takes both"
+    if s.K % LANES or s.V % LANES:
+        return f"its window kernel takes heads of multiples of {LANES} channels, and these are {s.K} x {s.V}"
+    if s.T * s.N == 0:
+        return None
+    try:
+        here = target()
+    except GdnError as error:
+        return str(error)
+    if window_plan(s, here) is None:
+        return (
+            f"a step of its window kernel would not fit into VMEM, with {s.K} x {s.V} states of {s.HV // s.H} value "
+            "heads a key head and the tokens that may wait"
         )
     return None
 

@@ -19,6 +19,7 @@ from ..spec.operands import DIFFERENTIABLE
 from ..spec.pieces import run_by_pieces
 from ..spec.problem import Problem, Result, Signature
 from ..spec.prologue import Prepared, finish, prepare, swap_state
+from .epilogue import as_given, norm_operands, through_norm
 from .execution import Execution, Outputs
 from .kernels.common.gate_widths import widths
 from .kernels.common.gradients import Cotangents, Kept, RuleGradients
@@ -33,7 +34,7 @@ from .kernels.plain.plan import Plan
 from .lowering import kernel_or_else
 from .pipelined import by_pipeline
 from .prologue import inside
-from .segments import marked, separated
+from .segments import marked, separated, where_sequences_are
 
 __all__ = ["KEPT", "by_plain_kernel", "compute", "compute_gradients", "compute_with_states"]
 
@@ -141,9 +142,11 @@ def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands
     p = e.training.forward
 
     def kernel(operands: Operands) -> tuple[Outputs, Operands]:
-        if isinstance(p, Pipeline):
-            return by_pipeline(e.signature, p, e.interpret, operands)
-        return by_plain_kernel(e, p, operands, ("S",))
+        out, kept = _before_norm(e, p, operands, ("S",))
+        if e.signature.norm is None or _norms(p):
+            return out, kept
+        o, *states = out
+        return (finish(jnp, e.signature, operands, o), *states), {**kept, "o": o}
 
     def elsewhere(operands: Operands) -> tuple[Outputs, Operands]:
         kept = jax.eval_shape(kernel, operands)[1]  # zeros, which nobody reads
@@ -213,10 +216,31 @@ def _chosen(e: Execution, kernel: Callable[..., Any], elsewhere: Callable[..., A
 
 
 def _by_kernel(e: Execution, operands: Operands) -> Outputs:
-    p = e.forward
+    out, _ = _before_norm(e, e.forward, operands)
+    if e.signature.norm is None or _norms(e.forward):
+        return out
+    o, *states = out
+    return finish(jnp, e.signature, operands, o), *states
+
+
+def _before_norm(
+    e: Execution, p: Pipeline | Plan, operands: Operands, probe: tuple[str, ...] = ()
+) -> tuple[Outputs, Operands]:
+    """The call, without its output norm unless the kernel has it inside, and what it leaves to the backward pass.
+
+    A norm that comes behind reads an output of as many bits as the inputs have, unless products round nothing.
+    """
+    s = e.signature
+    if s.norm is not None and not _norms(p):
+        s = replace(s, norm=None, dtype="float32" if s.precision == "highest" else s.dtype)
     if isinstance(p, Pipeline):
-        return by_pipeline(e.signature, p, e.interpret, operands)[0]
-    return by_plain_kernel(e, p, operands)[0]
+        return by_pipeline(s, p, e.interpret, operands)
+    return by_plain_kernel(e.of(s), p, operands, probe)
+
+
+def _norms(p: Pipeline | Plan) -> bool:
+    """Whether a kernel does the output norm itself."""
+    return isinstance(p, Pipeline) and p.norm is not None
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
@@ -251,6 +275,13 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     assert e.training is not None
     dO, dS, d_conv_state = cotangents
     p = e.training.backward
+    of_norm: Operands = {}
+    read_by_norm = kept.get("o")
+    kept = {name: a for name, a in kept.items() if name != "o"}
+    norm_inside = isinstance(p, Reverse) and p.norm is not None
+    if s.norm is not None and not norm_inside:
+        assert read_by_norm is not None
+        dO, of_norm = through_norm(s, e.chip, e.interpret, operands, read_by_norm, dO)
     before = inside(s, e.chip, e.interpret, operands)
     starts = reached = None
     if before is not None:
@@ -269,7 +300,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
         x, reached = separated(x._replace(starts=starts))
     if s.has("mask"):
         dO = jnp.where(operands["mask"][..., None, None], dO, jnp.zeros((), dO.dtype))
-    if dO.dtype == jnp.float32 and s.precision != "highest":
+    if dO.dtype == jnp.float32 and s.precision != "highest" and not norm_inside:
         dO = dO.astype(jnp.bfloat16)  # as the products would round it
     dS = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), dO) if dS is None else swap_state(jnp, s, dS)
     if reached is not None:
@@ -279,17 +310,19 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     if isinstance(p, Reverse):
         assert x.b is not None
         q, k = (a.astype(jnp.bfloat16) for a in (x.q, x.k))
-        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0])
-        d = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
+        norm = norm_operands(s, operands, read_by_norm) if read_by_norm is not None and norm_inside else None
+        rule = ReverseOperands(q, k, x.g[..., 0], x.b[..., 0], norm)
+        d, *found = reverse(p, rule, Kept(**kept), Cotangents(dO, dS), dtypes=dtypes, interpret=e.interpret)
+        of_norm |= as_given(operands, *found) if norm_inside else {}
     else:
         made_of = Making(e.interpret, e.stages)
         d = backward(p, _rule_operands(s, p, x), Kept(**kept), Cotangents(dO, dS), bounds, dtypes, made_of)
     # The prologue's own kernel leaves out tokens of no sequence by itself.
-    channels = d[:3] if before is not None else [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
+    channels = d[:3] if before is not None else [where_sequences_are(s, bounds, a).astype(jnp.float32) for a in d[:3]]
     g, *rest = d.gates
-    rest = [_where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
+    rest = [where_sequences_are(s, bounds, a).astype(jnp.float32) for a in rest]
     if before is None or before.gate_plan is None:  # else its kernel leaves such tokens out, too
-        g = _where_sequences_are(s, bounds, g).astype(jnp.float32)
+        g = where_sequences_are(s, bounds, g).astype(jnp.float32)
     q, k, v = channels
     if g.shape != x.g.shape:
         g = jnp.sum(jnp.reshape(g, (*x.g.shape, -1)), -1)  # over the channels that share a decay
@@ -301,7 +334,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
     state = d.S
     if reached is not None:
         (q, k, v, g, b, w), state = isolation.mark_gradients([q, k, v, g, b, w], state, affected)
-    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state))
+    return pull(Prepared(q, k, v, g, b, w, None if x.S is None else state, None, d_conv_state)) | of_norm
 
 
 def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
@@ -310,14 +343,6 @@ def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
         return "qk", jnp.bfloat16, jnp.bfloat16
     of = {2: jnp.bfloat16, 4: jnp.float32}
     return "qkv", of[p.q_bytes], of[p.v_bytes]
-
-
-def _where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
-    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
-    if bounds is None:
-        return x
-    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
-    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:

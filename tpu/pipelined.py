@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from ..spec.problem import Signature
 from ..spec.prologue import finish, prepare, swap_state
 from ..spec.sequences import layout
 from .execution import Outputs
-from .kernels.pipelined.blocks import Channels, GateOperands, Prologue, TokenOperands
+from .kernels.pipelined.blocks import Channels, Epilogue, GateOperands, Prologue, TokenOperands
 from .kernels.pipelined.forward import forward
 from .kernels.pipelined.geometry import Pipeline
 from .kernels.pipelined.plan import prepared_outside
@@ -77,11 +79,28 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
     if S is None and (p.starts or not p.packed):
         S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), tokens.v.array)
     bounds = x.get("cu_seqlens")
-    o, state, kept = forward(p, tokens, gates, S, bounds, prologue=prologue, dtype=s.dtype, interpret=interpret)
+    epilogue = None
+    if p.norm is not None:
+        weight = x.get("norm_weight", jnp.ones(s.V))
+        epilogue = Epilogue(weight.astype(jnp.float32), _gate_of_output(flat, x))
+        s = replace(s, norm=None)
+    wide = s.dtype if s.precision != "highest" else jnp.float32
+    dtypes = s.dtype, wide
+    around = prologue, epilogue
+    o, state, kept = forward(p, tokens, gates, S, bounds, around=around, dtypes=dtypes, interpret=interpret)
     o, state = marked(o, state, reached)
     if not p.whole_steps:
-        kept = {name: jnp.reshape(a, (-1, *a.shape[2:])) for name, a in kept.items()}
+        by_chunk = lambda name, a: a if name == "o" else jnp.reshape(a, (-1, *a.shape[2:]))  # noqa: E731
+        kept = {name: by_chunk(name, a) for name, a in kept.items()}
     return (finish(jnp, s, x, o), swap_state(jnp, s, state) if s.output_final_state else None, conv_state), kept
+
+
+def _gate_of_output(flat: Callable[[Array], Array], x: dict[str, Array]) -> Array | None:
+    """z [B, T, HV V], in a dtype that a TPU loads."""
+    if "z" not in x:
+        return None
+    z = flat(x["z"])
+    return z.astype(jnp.float32) if z.dtype in (jnp.float16, jnp.float64) else z
 
 
 def _gate_operands(

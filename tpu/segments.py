@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..spec import jax_isolation as isolation
+from ..spec.problem import Signature
 from ..spec.prologue import Prepared
 
-__all__ = ["marked", "separated"]
+__all__ = ["marked", "separated", "where_sequences_are"]
 
 Array = Any
 
@@ -35,3 +36,11 @@ def separated(x: Prepared) -> tuple[Prepared, Array | None]:
 def marked(o: Array, S: Array, reached: Array | None) -> tuple[Array, Array]:
     """Output and final states, NaN where what is not finite would have come."""
     return (o, S) if reached is None else isolation.mark(o, S, reached)
+
+
+def where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
+    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
+    if bounds is None:
+        return x
+    there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]
+    return jnp.where(jnp.reshape(there, (s.T, *(1,) * (x.ndim - 2))), x, jnp.zeros((), x.dtype))

@@ -6,9 +6,12 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..spec.backend import Backend
+from ..spec.operands import BATCH_OPERANDS
 from ..spec.precision import DEFAULT, FAST, HIGHEST, Rounding
-from ..spec.problem import Problem, Result, Signature
+from ..spec.problem import Problem, Result, Signature, UpdateResult
 
 __all__ = ["BACKEND", "Emulated", "Xla"]
 
@@ -50,6 +53,21 @@ class Xla(Backend):
         result, states = compute_with_states(s, size, every, x, emulate=self.emulates)
         return Result(*result), states
 
+    def refuses_update(self, signature: Signature) -> str | None:
+        """Why it cannot compute this update, or None."""
+        if signature.symbolic:
+            return "the numbers of tokens and rows of an update must be known when it is compiled"
+        return self.refuses(signature)
+
+    def update(self, problem: Problem) -> UpdateResult:
+        """The outputs of an update, and its pool, which takes the memory of the one that was given."""
+        from .xla_update import update
+
+        operands, pool = pool_apart(problem.operands)
+        return UpdateResult(
+            *update(problem.signature, chunk_size(problem.signature), operands, pool, emulate=self.emulates)
+        )
+
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
         """The result and the operands' cotangents, in one compiled program."""
         from .xla_chunks import compute_gradients
@@ -89,6 +107,20 @@ class Emulated(Xla):
 
     auto = False
     emulates = True
+
+
+def pool_apart(operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An update's operands without its pool, and the pool's; integers on the host as JAX holds them, cut to 32 bits."""
+    limits = np.iinfo(np.int32)
+    pool = {name: a for name, a in operands.items() if name.startswith("pool.")}
+    rest = {
+        name: np.clip(a, limits.min, limits.max).astype(np.int32)
+        if name in BATCH_OPERANDS and isinstance(a, np.ndarray)
+        else a
+        for name, a in operands.items()
+        if name not in pool
+    }
+    return rest, pool
 
 
 def chunk_size(s: Signature) -> int:

@@ -28,7 +28,7 @@ from ..spec.recurrent import one_token, weighted_sum
 from ..spec.sequences import count_at_most
 from ..spec.stages import Algebra
 
-__all__ = ["compute", "compute_gradients", "compute_with_states", "probe"]
+__all__ = ["Windows", "compute", "compute_gradients", "compute_with_states", "longer", "probe", "product"]
 
 Array = Any
 
@@ -38,7 +38,7 @@ Array = Any
 def compute(
     s: Signature, size: int, operands: dict[str, Array], emulate: bool = False
 ) -> tuple[Array, Array | None, Array | None]:
-    """o, state and convolution state of a call, in chunks of ``size`` tokens; ``emulate``: see ``_product``."""
+    """o, state and convolution state of a call, in chunks of ``size`` tokens; ``emulate``: see ``product``."""
     return _run(s, size, operands, emulate)[0]
 
 
@@ -66,7 +66,7 @@ def compute_gradients(
 @own_settings
 def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = False) -> dict[str, tuple[Any, ...]]:
     """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
-    algebra = Algebra(jnp, _product(s.precision, emulate))
+    algebra = Algebra(jnp, product(s.precision, emulate))
 
     @jax.jit
     def chunk(x: ChunkOperands) -> Any:
@@ -148,7 +148,7 @@ def _table(s: Signature, size: int, cu_seqlens: Any, every: int | None) -> Any:
     return jnp.asarray(table.astype(xp.int32))
 
 
-def _product(precision: str, emulate: bool) -> Any:
+def product(precision: str, emulate: bool) -> Any:
     """The product at the precision that this one allows: lax's HIGHEST, HIGH (three passes) or DEFAULT (one).
 
     A CPU computes all of them in float32. ``emulate``: operands are rounded as a TPU's matrix unit takes them at that
@@ -157,7 +157,7 @@ def _product(precision: str, emulate: bool) -> Any:
     levels = jax.lax.Precision
     inputs = [name for name, kept in DEFAULT.items() if kept == "bfloat16"]
 
-    def product(a: Any, b: Any, name_a: str, name_b: str) -> Any:
+    def rounded_product(a: Any, b: Any, name_a: str, name_b: str) -> Any:
         if precision == "highest":
             level = levels.HIGHEST
         elif precision == "fast" or (name_a in inputs and name_b in inputs):
@@ -178,10 +178,10 @@ def _product(precision: str, emulate: bool) -> Any:
         low = [rounded(a - high[0]), rounded(b - high[1])]
         return multiply(high[0], low[1]) + multiply(low[0], high[1]) + multiply(*high)
 
-    return product
+    return rounded_product
 
 
-class _Windows:
+class Windows:
     """Reads and writes the windows of one chunk: rows of [B, T, heads, D] as [B, H, R, C, D] and back."""
 
     def __init__(self, s: Signature, entry: Any, size: int, length: int) -> None:
@@ -226,12 +226,12 @@ class _Program(NamedTuple):
 
     s: Signature
     size: int  # tokens a chunk
-    emulate: bool  # see _product
+    emulate: bool  # see product
     every: int | None  # the states after every so many tokens are results, too
 
     @property
     def algebra(self) -> Algebra:
-        return Algebra(jnp, _product(self.s.precision, self.emulate))
+        return Algebra(jnp, product(self.s.precision, self.emulate))
 
 
 def _forward(program: _Program, x: ChunkOperands, table: Array, keep: bool) -> tuple[Array, Array, Array | None, Any]:
@@ -241,7 +241,7 @@ def _forward(program: _Program, x: ChunkOperands, table: Array, keep: bool) -> t
 
     def step(carry: Any, entry: Any) -> Any:
         o, S, states = carry
-        window = _Windows(s, entry, program.size, length)
+        window = Windows(s, entry, program.size, length)
         part = _chunk(window, x, window.take(S))
         out, after, saved = chunkwise.forward_chunk(algebra, part, s.scale)
         if states is not None:
@@ -291,7 +291,7 @@ def _rule_backward(program: _Program, kept: Any, cotangents: tuple[Array, Array,
     if reached is not None:
         dO, dS, affected = isolation.clean_cotangents(dO, dS, x.starts, reached)
     x, length = _at_least(x, program.size)
-    dO = _longer(dO, length)
+    dO = longer(dO, length)
     by_group = (s.H, s.HV // s.H, s.K, s.V)
     dS = jnp.reshape(dS, (s.N, *by_group))
     if d_states is not None:  # zeros for chunks that gave none
@@ -300,7 +300,7 @@ def _rule_backward(program: _Program, kept: Any, cotangents: tuple[Array, Array,
     def step(carry: Any, item: Any) -> Any:
         grads, dS = carry
         entry, (saved, before) = item
-        window = _Windows(s, entry, program.size, length)
+        window = Windows(s, entry, program.size, length)
         after = window.take(dS)
         if d_states is not None:
             after = after + lax.dynamic_index_in_dim(d_states, window.kept, 0, keepdims=False)
@@ -330,17 +330,17 @@ def _at_least(x: ChunkOperands, size: int) -> tuple[ChunkOperands, int]:
         return x, length
     else:
         length = size
-    *rows, starts = (None if a is None else _longer(a, length) for a in (*x.rows, x.starts))
+    *rows, starts = (None if a is None else longer(a, length) for a in (*x.rows, x.starts))
     return ChunkOperands.of(rows, x.S, starts), length
 
 
-def _longer(a: Array, length: int) -> Array:
+def longer(a: Array, length: int) -> Array:
     """[B, T, ...] filled up with zeros to ``length`` tokens."""
     more = length - a.shape[1]
     return a if isinstance(more, int) and more == 0 else jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))
 
 
-def _chunk(window: _Windows, x: ChunkOperands, S: Array) -> ChunkOperands:
+def _chunk(window: Windows, x: ChunkOperands, S: Array) -> ChunkOperands:
     """The window's tokens of the operands, with the state at its start; ``starts`` as [B, 1, 1, C, 1]."""
     starts = None
     if x.starts is not None:

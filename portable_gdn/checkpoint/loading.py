@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..parallel.axes import call_sharding
 from ..spec.errors import GdnError, bad
 from . import provenance
 from .completeness import Kinds, absent, only_linear, refuse_incomplete, without_head
@@ -135,32 +136,82 @@ def _stacking(arrays: list[np.ndarray]) -> Callable[[Any], np.ndarray]:
     return lambda index: np.stack([array[index[1:]] for array in arrays[index[0]]])
 
 
-def load_layer(folder: str | Path, layer: int, *, sharding: Any = None, **options: Any) -> Any:
+def load_layer(
+    folder: str | Path,
+    layer: int,
+    *,
+    mesh: Any = None,
+    rules: Mapping[str, Any] | None = None,
+    sharding: Any = None,
+    **options: Any,
+) -> Any:
     """A linear-attention layer of a port, ready to run: one of ``portable_gdn.layers``.
 
     Args:
         folder: what ``portable-gdn port --to nnx`` (or jax) wrote.
         layer: its number in the model.
-        sharding: as in ``load_tree``; a function is given whole paths, "layers.0.mixer.q_proj.kernel".
+        mesh: a ``jax.sharding.Mesh`` that the layer is split over, its weights and its calls, by the names that its
+            parameters' axes have; of each leaf a device reads its own part alone.
+        rules: which axes of the mesh split "heads", "embed", "batch" and so on, before
+            ``portable_gdn.parallel.AXIS_RULES``.
+        sharding: in place of a mesh, of the weights alone, as in ``load_tree``; a function is given whole paths,
+            "layers.0.mixer.q_proj.kernel".
         options: of the layer, such as dtype, precision and backend.
 
     Raises:
-        GdnError: the folder is no such port, is not complete, or that layer has no linear attention.
+        GdnError: the folder is no such port, is not complete, or that layer has no linear attention; mesh and sharding
+            are both given, or no rule speaks of an axis of the mesh.
     """
+    from flax import nnx
+
     folder = Path(folder)
     facts = _facts(folder)
     if layer not in facts["linear_layers"]:
         raise bad("layer", layer, f"be one with linear attention: {', '.join(map(str, facts['linear_layers']))}")
     if facts["mixer"] is None:
         raise GdnError(f"{folder} does not know what its layers compute; the source's config.json must say it.")
-    tree = load_tree(folder, under=f"layers.{layer}.mixer", sharding=sharding)
-    if facts["mixer"]["kind"] == "gla":
-        return lightning_of(tree, facts["mixer"], facts["sizes"]["E"], layer, **options)
-    return layer_of(tree, facts["mixer"], facts["sizes"]["E"], **options)
+    if mesh is None and rules is not None:
+        raise GdnError("rules are given without a mesh, whose axes they speak of; mesh must be given.")
+    under = f"layers.{layer}.mixer"
+    if mesh is not None:
+        if sharding is not None:
+            raise GdnError("mesh and sharding are both given; one must be left out.")
+        options.setdefault("sharding", call_sharding(mesh, rules))
+    shapes = _shapes(folder, facts, under)
+    make = _lightning if facts["mixer"]["kind"] == "gla" else _mixer
+    made = nnx.eval_shape(make(shapes, facts["mixer"], facts["sizes"]["E"], layer, options))
+    if mesh is not None:
+        sharding = _places(made, under, mesh, rules)
+    return _filled(made, load_tree(folder, under=under, sharding=sharding))
 
 
-def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, **options: Any) -> Any:
-    """The layer of these weights: ``mixer`` says what it computes, the tree which projections it has."""
+def _shapes(folder: Path, facts: dict[str, Any], under: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the leaves below a path, by the rest of their paths."""
+    port = provenance.open_port(folder, facts, side=False)
+    _check_whole(folder, facts, port)
+    start = under + "."
+    return {name.removeprefix(start): where[1].shape for name, where in port.where.items() if name.startswith(start)}
+
+
+def _places(made: Any, under: str, mesh: Any, rules: Mapping[str, Any] | None) -> Callable[[str, tuple[int, ...]], Any]:
+    """The sharding of each leaf of a layer, by its whole path."""
+    from flax import nnx
+    from jax.sharding import NamedSharding
+
+    from ..layers import partition_specs
+
+    specs = nnx.to_flat_state(partition_specs(made, mesh, rules))
+    found = {f"{under}.{'.'.join(map(str, path))}": NamedSharding(mesh, spec.get_value()) for path, spec in specs}
+    return lambda name, shape: found.get(name)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _mixer(
+    shapes: Shapes, mixer: Mapping[str, Any], hidden_size: int, number: int, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """What makes the layer of such leaves: ``mixer`` says what it computes, the shapes which projections it has."""
     from flax import nnx
 
     from .. import layers
@@ -170,20 +221,22 @@ def layer_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, *
     }[mixer["kind"]]  # fmt: skip
     settings = {key: mixer[key] for key in ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps")}
     settings["beta_scale"] = mixer["beta_scale"]
-    conv = tree.get("q_conv1d")
-    settings.update(conv_size=conv["kernel"].shape[0] if conv else 0, conv_bias="bias" in (conv or {}))
+    conv = shapes.get("q_conv1d.kernel")
+    settings.update(conv_size=conv[0] if conv else 0, conv_bias="q_conv1d.bias" in shapes)
     if mixer["kind"] != "gdn":
         for name, short in (("decay_rank", "f"), ("gate_rank", "g")):
-            factor = tree.get(f"{short}_a_proj")
-            settings[name] = factor["kernel"].shape[1] if factor else None
-        settings["gate_bias"] = "bias" in tree.get("g_b_proj", tree.get("g_proj", {}))
+            factor = shapes.get(f"{short}_a_proj.kernel")
+            settings[name] = factor[1] if factor else None
+        settings["gate_bias"] = "g_b_proj.bias" in shapes or "g_proj.bias" in shapes
     if mixer["kind"] == "kda":
         settings["lower_bound"] = mixer["lower_bound"]
-    return _filled(lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options), tree)
+    return lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options)
 
 
-def lightning_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: int, number: int, **options: Any) -> Any:
-    """The layer of lightning attention of these weights; its decay follows from its number in the model."""
+def _lightning(
+    shapes: Shapes, mixer: Mapping[str, Any], hidden_size: int, number: int, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """What makes the layer of lightning attention of such leaves; its decay follows from its number in the model."""
     from flax import nnx
 
     from ..layers import LightningAttention
@@ -195,26 +248,22 @@ def lightning_of(tree: dict[str, Any], mixer: Mapping[str, Any], hidden_size: in
         )
     names = ("rotary_dim", "rope_theta", "norm_groups", "norm_eps", "gate", "layers", "num_heads")
     settings = {name: mixer[name] for name in names}
-    return _filled(
-        lambda: LightningAttention(
-            hidden_size,
-            head_dim=mixer["key_dim"],
-            layer=number,
-            qk_norm="q_norm" in tree,
-            rngs=nnx.Rngs(0),
-            **settings,
-            **options,
-        ),
-        tree,
+    return lambda: LightningAttention(
+        hidden_size,
+        head_dim=mixer["key_dim"],
+        layer=number,
+        qk_norm="q_norm.scale" in shapes,
+        rngs=nnx.Rngs(0),
+        **settings,
+        **options,
     )
 
 
-def _filled(make: Callable[[], Any], tree: dict[str, Any]) -> Any:
-    """The layer that ``make`` makes, with these weights."""
+def _filled(made: Any, tree: dict[str, Any]) -> Any:
+    """A layer without values, with these weights."""
     from flax import nnx
 
-    layer = nnx.eval_shape(make)
-    graph, state = nnx.split(layer)
+    graph, state = nnx.split(made)
     want, have = dict(nnx.to_flat_state(state)), dict(_flat(tree))
     if want.keys() != have.keys():
         odd = ".".join(map(str, sorted(want.keys() ^ have.keys(), key=str)[0]))

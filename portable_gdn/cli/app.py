@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +24,7 @@ from . import (
     verify,
 )
 
-__all__ = ["app"]
+__all__ = ["EXAMPLES", "app"]
 
 app = typer.Typer(
     name="portable-gdn",
@@ -55,17 +56,39 @@ def _options(
         interruption.leaves("what was compiled until then may be kept for the next time, and nothing else was written")
 
 
-app.command()(info.info)
-app.command()(verify.verify)
-app.command()(record.record)
-app.command()(compare.compare)
-app.command()(bisect.bisect)
-app.command()(check.check)
-app.command()(handover.handover)
-app.command()(doctor.doctor)
-app.command()(capture.capture)
-app.command()(port.port)
-app.command()(port.inspect)
-app.command()(generate.generate)
-app.command("tpu-report")(tpu_report.tpu_report)
-app.command("gpu-report")(gpu_report.gpu_report)
+#: A line of each command that does something useful, shown below its help.
+EXAMPLES = {
+    "info": "",
+    "verify": "-b xla --full",
+    "record": "-b fla --suite standard --stages -o gpu.safetensors",
+    "compare": "gpu.safetensors -b pallas --report out.html",
+    "bisect": "gpu.safetensors -b pallas",
+    "check": "-b mine --cases 5000",
+    "handover": "states.safetensors -b pallas",
+    "doctor": "operands.safetensors",
+    "capture": "recordings -m qwen3_next",
+    "port": "Qwen3-Next-80B-A3B-Instruct out --to jax --check",
+    "inspect": "Qwen3-Next-80B-A3B-Instruct",
+    "generate": "out --prompt 'Once upon a time' --max-new-tokens 64",
+    "tpu-report": "--chip v6e --seqlen 8192 --value-heads 32",
+    "gpu-report": "--arch sm_90",
+}
+
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "info": info.info,
+    "verify": verify.verify,
+    "record": record.record,
+    "compare": compare.compare,
+    "bisect": bisect.bisect,
+    "check": check.check,
+    "handover": handover.handover,
+    "doctor": doctor.doctor,
+    "capture": capture.capture,
+    "port": port.port,
+    "inspect": port.inspect,
+    "generate": generate.generate,
+    "tpu-report": tpu_report.tpu_report,
+    "gpu-report": gpu_report.gpu_report,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, epilog=f"Example: portable-gdn {_name} {EXAMPLES[_name]}".rstrip())(_command)

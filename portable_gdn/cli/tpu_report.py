@@ -8,18 +8,24 @@ import typer
 from rich import box
 from rich.table import Table
 
+from ..harness.layer_report import DIRECTIONS, SCOPES, LayerShape
 from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_reports
-from ..spec.errors import GdnError
+from ..spec.errors import GdnError, bad
 from ..tpu.chips import CHIPS, chip_named
 from ..tpu.scheduling.build import expected_wait, missing
 from .output import console, messages, print_json, progress_bar, show
+from .tpu_layers import report_layers
 
 __all__ = ["tpu_report"]
 
 
 def tpu_report(
     chip: Annotated[str, typer.Option(help=f"One of {', '.join(CHIPS)}, or all.")] = "v6e",
-    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.")] = "forward",
+    op: Annotated[str, typer.Option(help=f"One of {', '.join((*OPERATIONS, *SCOPES))}.")] = "forward",
+    direction: Annotated[str, typer.Option(help=f"For --op layer or mixer: {' or '.join(DIRECTIONS)}.")] = "forward",
+    hidden_size: Annotated[int, typer.Option(help="For --op layer or mixer: channels of the layer's input.")] = 2048,
+    backend: Annotated[str, typer.Option(help="For --op layer or mixer: pallas or xla.")] = "pallas",
+    norm: Annotated[bool, typer.Option(help="For --op mixer: with the output's norm and gate.")] = True,
     variant: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "gdn",
     groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
     fused: Annotated[bool, typer.Option(help="The mixer: with the convolution, the l2norm and the gates.")] = False,
@@ -35,13 +41,22 @@ def tpu_report(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic."""
+    """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic.
+
+    With --op layer or mixer: a whole layer, or what lies between its projections, and where its time goes.
+    """
     chips = list(CHIPS) if chip == "all" else [chip]
     HV = heads if value_heads is None else value_heads
     shape = Shape(batch, seqlen, heads, HV, key_dim, value_dim, dtype, groups, sequences)
     wait = None if missing() else expected_wait(chips)
     if wait is not None:
         messages.print(wait, soft_wrap=True)
+    if op in SCOPES:
+        if fused:
+            raise bad("--fused", "given", f"be left out of --op {op}, which has everything in it")
+        layer = LayerShape(op, variant, direction, hidden_size, shape, precision, backend, norm)
+        report_layers(layer, chips, not no_cache, as_json)
+        return
     with progress_bar("compile") as update:
         update(" ".join(chips), 0, len(chips))
         found = tpu_reports(

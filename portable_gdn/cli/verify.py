@@ -28,6 +28,10 @@ def verify(
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every failure, beside their groups.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Print the names of the cases, and run none.")] = False,
+    devices: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Split every call over rows, heads and tokens of N virtual CPU devices."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")
@@ -42,7 +46,7 @@ def verify(
         return
     one_thread()
     with progress_bar("verify") as update:
-        report = run(backend or None, full or case is not None, cases, update, spread=True)
+        report = run(backend or None, full or case is not None, cases, update, spread=True, devices=devices)
     if output is not None:
         write_whole(output, json.dumps(report.as_dict(), indent=1))
     if as_json:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ..spec.operands import DIFFERENTIABLE, PER_TOKEN, WITH_TOKENS, without_tokens
-from ..spec.problem import GateKind, Options
+from ..spec.problem import GateKind, NormKind, Options
 from . import recordings
 from .randoms import log, normal, uniform
 
@@ -37,7 +37,8 @@ class Case:
 
     variant: a name of ``spec.variants``. layout: "rows", "packed", "packed with empties", "segments",
     "left padding", "right padding", "holes" or "step". gate: None, "softplus" or "bounded". conv: width of a short
-    convolution, or None.
+    convolution, or None. norm, of a mixer alone: "silu" or "sigmoid" behind an output norm, "alone" for a norm without
+    a gate, or None.
     essential: whether backends for which each new shape costs seconds run it in the quick proof.
     """
 
@@ -63,6 +64,7 @@ class Case:
     seed: int = 1
     source: str | None = None  # a recording's file name, instead of the recipe
     prefix: str = ""
+    norm: str | None = None
 
 
 class Inputs(NamedTuple):
@@ -161,6 +163,10 @@ def build(c: Case) -> Inputs:
         x["conv_bias"] = normal(c.seed, "conv bias", (channels,)).astype(np.float32)
         if c.state:
             x["conv_state"] = normal(c.seed, "conv state", (N, c.conv - 1, channels)).astype(np.float32)
+        if c.norm is not None:
+            x["norm_weight"] = (1 + normal(c.seed, "norm weight", (c.V,)) / 2).astype(np.float32)
+            if c.norm != "alone":
+                x["z"] = _round(2 * normal(c.seed, "z", (B, T, c.HV, c.V)), c.dtype)
     n = {"DeltaNet": 0, "linear attention": 0, "GDN": 1, "GLA (scalar)": 1, "tile-grouped": 2}.get(c.variant, c.K)
     if c.gate is not None:
         A = log(1 + 15 * uniform(c.seed, "A_log", (c.HV,)))
@@ -200,6 +206,7 @@ def build(c: Case) -> Inputs:
         conv_activation="silu" if c.conv else None,
         num_heads=c.H if c.conv else None,
         key_dim=c.K if c.conv else None,
+        norm=None if c.norm is None else NormKind(1e-6, None if c.norm == "alone" else c.norm),
     )
     inner = (c.K, c.V) if c.state_layout == "kv" else (c.V, c.K)
     return Inputs(x, options, _cotangents(c, (B, *(() if step else (T,)), c.HV, c.V), (N, c.HV, *inner)), {}, "")
@@ -300,9 +307,33 @@ def designed() -> list[Case]:
         C("softplus gate", gate="softplus", T=65, HV=6, dtype="bfloat16", l2norm=True),
         C("softplus gate, KDA", gate="softplus", variant="KDA", T=65),
         C("bounded gate, KDA", gate="bounded", variant="KDA", T=65),
-        C("mixer", conv=4, gate="softplus", l2norm=True, HV=6, dtype="bfloat16", essential=True),
+        C("mixer", conv=4, gate="softplus", l2norm=True, HV=6, dtype="bfloat16"),
         C("mixer, packed with empties", conv=4, layout="packed with empties", l2norm=True),
         C("mixer, holes and segments", conv=4, layout="holes", B=2, T=65, l2norm=True),
+        C(
+            "mixer, norm and silu gate",
+            T=65,
+            conv=4,
+            gate="softplus",
+            l2norm=True,
+            H=1,
+            HV=3,
+            dtype="bfloat16",
+            norm="silu",
+            essential=True,
+            seed=3,
+        ),
+        C(
+            "mixer, norm and sigmoid gate, packed, KDA",
+            variant="KDA",
+            conv=4,
+            gate="softplus",
+            layout="packed with empties",
+            l2norm=True,
+            norm="sigmoid",
+        ),
+        C("mixer, norm alone, holes", conv=3, layout="holes", B=2, T=65, l2norm=True, norm="alone"),
+        C("mixer step, norm and silu gate", conv=4, gate="softplus", layout="step", T=1, B=3, l2norm=True, norm="silu"),
         C("step", layout="step", T=1, B=3, HV=6, essential=True),
         C("step, KDA, bfloat16", layout="step", T=1, B=3, variant="KDA", dtype="bfloat16", l2norm=True),
     ]

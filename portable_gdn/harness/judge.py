@@ -27,7 +27,7 @@ from threadpoolctl import ThreadpoolController
 
 from ..spec.evaluate import AnotherOrder, Evaluation, chunk_by_chunk, evaluate
 from ..spec.operands import along
-from ..spec.precision import Rounding, rounded_product, stored_states
+from ..spec.precision import Rounding, rounded_product, stored_outputs, stored_states
 from ..spec.problem import Problem, Signature
 from .statistics import by_token
 
@@ -109,7 +109,7 @@ def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
     """L2 norm of each head's part of a tensor, [heads]; tensors without heads count as one."""
     name = name.removeprefix("grad_")
     x = np.asarray(x, np.float64)
-    if name in along("C") or (s.conv is not None and name in ("q", "k", "v")):
+    if name in (*along("C"), "norm_weight") or (s.conv is not None and name in ("q", "k", "v")):
         return np.sqrt((x * x).sum()).reshape(1)
     if name == "dt_bias":
         x, axis = x.reshape(s.HV, -1), 0
@@ -119,6 +119,8 @@ def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
         axis = 1
     else:
         axis = 2
+    if name == "z":  # whose heads' channels may be one axis
+        x, axis = x.reshape(-1, s.HV, s.V), 1
     others = tuple(a for a in range(x.ndim) if a != axis)
     return np.sqrt((x * x).sum(others))
 
@@ -174,7 +176,7 @@ def expect(
             rule = chunk_by_chunk(
                 rounding.chunk_size, rounded_product(rounding, rng), stored=stored_states(rounding, rng)
             )
-            found = evaluated(problem, cotangents, rule)
+            found = evaluated(problem, cotangents, rule, np.float64, stored_outputs(rounding, rng))
         return tensors(found, s)
 
     def errors(seed: int) -> Tensors:

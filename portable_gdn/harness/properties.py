@@ -112,6 +112,11 @@ def _whole_rows(case: Case) -> Case:
     return replace(case, layout="rows") if case.layout != "rows" else case
 
 
+def _bare(case: Case) -> Case:
+    """The case without what a mixer has around the rule."""
+    return replace(case, conv=None, norm=None)
+
+
 def _close(backend: Backend, inputs: Inputs, found: Arrays, what: str, times: float = 1.0) -> None:
     """Results within the budget of this call."""
     truth = Truth(inputs, gradients=any(name.startswith("grad_") for name in found))
@@ -208,18 +213,17 @@ def splits(backend: Backend, case: Case) -> None:
 
 def steps(backend: Backend, case: Case) -> None:
     """Token by token, one step a token, gives what the chunks give."""
-    case = replace(_whole_rows(case), T=min(case.T, 6), conv=None)
+    case = replace(_whole_rows(case), T=min(case.T, 6))
     inputs = build(case)
-    state, outputs = inputs.operands.get("initial_state"), []
-    if state is None or not _size(inputs)[1]:
+    carried, outputs = {n: a for n, a in inputs.operands.items() if n.endswith("_state")}, []
+    if not carried or not _size(inputs)[1]:
         raise Void
     for t in range(_size(inputs)[1]):
-        x = {name: a[:, t] if name in TOKENS else a for name, a in inputs.operands.items()}
-        x["initial_state"] = state
+        x = {name: a[:, t] if name in TOKENS else a for name, a in inputs.operands.items()} | carried
         found = _run(backend, inputs._replace(operands=x, options=inputs.options._replace(step=True)))
-        outputs.append(found["o"])
-        state = found["state"]
-    _close(backend, inputs, {"o": np.stack(outputs, 1), "state": state}, "step by step", 2)
+        outputs.append(found.pop("o"))
+        carried = {"initial_state" if name == "state" else name: a for name, a in found.items()}
+    _close(backend, inputs, {"o": np.stack(outputs, 1), **found}, "step by step", 2)
 
 
 def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
@@ -240,7 +244,7 @@ def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
 
 def permutations(backend: Backend, case: Case) -> None:
     """Heads, and rows, in another order give the same in that order."""
-    case = replace(case, layout="rows" if case.layout in PACKED else case.layout, conv=None, B=max(case.B, 2))
+    case = replace(_bare(case), layout="rows" if case.layout in PACKED else case.layout, B=max(case.B, 2))
     inputs = build(case)
     B, H, HV = case.B, case.H, case.HV
     heads, rows = np.roll(np.arange(H), 1)[::-1], np.arange(B)[::-1]
@@ -255,7 +259,7 @@ def permutations(backend: Backend, case: Case) -> None:
 
 def scaling(backend: Backend, case: Case) -> None:
     """v and the state doubled double o and the state; the scale doubled doubles o: to the bit, but for underflow."""
-    case = replace(case, conv=None)
+    case = _bare(case)
     inputs = build(case)
     if case.layout in ("left padding", "right padding", "holes") or not inputs.operands["q"].size:
         raise Void
@@ -307,7 +311,7 @@ def finite_differences(backend: Backend, case: Case) -> None:
     variant = "GDN" if case.variant == "tile-grouped" else case.variant
     gates = case.gates if case.gates in ("mild", "-3 each", "zero") else "mild"
     layout = "rows" if case.layout in (*PACKED, "step") else case.layout
-    case = replace(case, T=T, variant=variant, gates=gates, layout=layout, conv=None)
+    case = replace(_bare(case), T=T, variant=variant, gates=gates, layout=layout)
     case = replace(case, dtype="float32", K=4, V=4, H=1, HV=2, B=1)
     inputs = build(case)
     if not T:
@@ -370,7 +374,7 @@ def resets(backend: Backend, case: Case) -> None:
 
     But for the sign of a zero: 0 times a state that was negative is -0.0, and a token that writes nothing leaves it.
     """
-    case = replace(_whole_rows(case), gate=None, conv=None, gates="mild")
+    case = replace(_whole_rows(_bare(case)), gate=None, gates="mild")
     inputs = build(case)
     _, T = _size(inputs)
     if "g" not in inputs.operands or T < 2:
@@ -454,6 +458,7 @@ def cases(few_shapes: bool = False) -> Any:
     layouts, keys, convs, variants = one(LAYOUTS), one(KEYS), one((None, None, None, 4)), one(VARIANTS)
     dtypes, gates, yes, orders = one(("float32", "bfloat16", "float16")), one(GATES), st.booleans(), one(("kv", "vk"))
     activations, seeds = one((None, None, "softplus", "bounded")), st.integers(0, 2**20)
+    norms = one((None, "silu", "sigmoid", "alone"))
 
     @st.composite
     def draw_case(draw: Any) -> Case:
@@ -462,6 +467,7 @@ def cases(few_shapes: bool = False) -> Any:
         return Case(
             "drawn", draw(variants), T, draw(dtypes), B, H, HV, K, V, draw(gates), key, beta, layout, draw(yes),
             draw(orders), conv is not None or draw(yes), draw(activations), conv, seed=draw(seeds),
+            norm=None if conv is None else draw(norms),
         )  # fmt: skip
 
     return draw_case().map(_sensible)
@@ -472,7 +478,7 @@ def _sensible(case: Case) -> Case:
     if case.variant in ("DeltaNet", "linear attention"):
         case = replace(case, gate=None)
     if case.variant == "linear attention":
-        case = replace(case, conv=None)
+        case = _bare(case)
     if case.layout in PACKED or case.T == 0:
         case = replace(case, B=1)
     if case.T == 0:

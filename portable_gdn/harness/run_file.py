@@ -29,7 +29,7 @@ import numpy as np
 
 from ..spec.errors import GdnError, bad
 from ..spec.precision import Rounding
-from ..spec.problem import GateKind, Options
+from ..spec.problem import GateKind, NormKind, Options
 from .cases import Case, Inputs, build
 from .compute import Outcome, Settings, as_json, packed_tensors, unpacked, with_settings
 from .suites import READABLE, SUITE_VERSION, SUITES
@@ -245,8 +245,9 @@ class RunFile:
 
 
 def _options(found: Mapping[str, Any]) -> Options:
-    gate = found["gate"]
-    return Options(**{**found, "gate": None if gate is None else GateKind(*gate)})
+    gate, norm = found["gate"], found.get("norm")
+    kinds = {"gate": None if gate is None else GateKind(*gate), "norm": None if norm is None else NormKind(*norm)}
+    return Options(**{**found, **kinds})
 
 
 def check_target(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .cases import Case, build
 from .compute import one_thread, serve_run
+from .devices import register_split
 from .run_file import RunFile
 from .verify import verify
 
@@ -27,6 +28,8 @@ def _serve() -> None:
 
 
 def _verified(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if "devices" in order:
+        register_split(order["split"], order["devices"])
     for recipe in order["cases"]:
         case = Case(**recipe)
         report = verify([order["backend"]], full=order["full"], cases=[case], in_process=True)

@@ -68,7 +68,7 @@ def by_token(name: str, a: np.ndarray, s: Signature) -> np.ndarray | None:
         a = a[:, None]
     if plain == "qkv" or (s.conv is not None and plain in ("q", "k", "v")):
         return a[:, :, None]
-    return a.reshape(*a.shape[:3], -1)
+    return a.reshape(*a.shape[:2], s.HV, -1) if plain == "z" else a.reshape(*a.shape[:3], -1)
 
 
 def statistics(

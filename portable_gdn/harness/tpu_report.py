@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .. import dispatch
 from ..spec.errors import GdnError
 from ..spec.operands import GATES
 from ..watching import watch
@@ -66,9 +65,6 @@ def call(
     from ..api import gated_delta_rule, gated_delta_rule_step
 
     check_shape(op, variant, shape)
-    pallas: Any = dispatch.get("pallas")
-    if fused and not getattr(pallas, "inside", ()):
-        raise GdnError("no Pallas kernel has the convolution, the norm and the gates inside yet; leave out --fused.")
     if fused and (op == "step" or VARIANTS[variant][0] is None):
         raise GdnError(
             "--fused is for --op forward or backward of variants with a decay: no other call has kernels for all of it."

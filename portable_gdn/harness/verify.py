@@ -16,6 +16,7 @@ from ..spec.precision import Rounding
 from ..spec.problem import Signature
 from .cases import Case, Inputs, build, designed, pairwise, recorded, strengths
 from .compute import Settings, one
+from .devices import WAYS, environment_of, split_name
 from .grouping import Group, groups
 from .judge import Expectation, first_beyond, judge, only_bfloat16
 from .quick_proof import in_quick_proof
@@ -88,6 +89,7 @@ def verify(
     progress: Progress | None = None,
     in_process: bool = False,
     spread: bool = False,
+    devices: int | None = None,
 ) -> Report:
     """Run the proof.
 
@@ -98,13 +100,35 @@ def verify(
         progress: called with (what, done, of).
         in_process: keep backends that want a process of their own in this one.
         spread: give those that XLA interprets on a CPU one, too, whose compiler takes less trouble.
+        devices: split every call over the rows, the heads and the tokens of at most so many virtual CPU devices, in
+            processes that have them; names are then of backends for JAX arrays, and None is ``xla``.
 
     Raises:
         GdnError: a backend asked for does not exist or cannot run here.
     """
     report = Report()
-    chosen = list(_chosen(names, report))
     cases = report.cases = cases_for(full) if cases is None else list(cases)
+    if devices is not None:
+        chosen = [dispatch.get(name) for name in dict.fromkeys(names or ["xla"])]
+        for backend in chosen:
+            if "jax" not in backend.libraries:
+                raise GdnError(f"backend {backend.name!r} takes no JAX arrays, which are what --devices splits.")
+        where = environment_of(devices)
+        workers = [
+            Worker(
+                split_name(backend.name, way),
+                [case for case in cases if full or in_quick_proof(backend, case)],
+                environment=where,
+                full=True,  # the cases are chosen here
+                split=backend.name,
+                devices=devices,
+            )
+            for backend in chosen
+            for way in WAYS
+        ]
+        _collect(report, [], workers, full, progress)
+        return report
+    chosen = list(_chosen(names, report))
     eased = INTERPRETED if spread else ()
     apart = [b for b in chosen if not in_process and (b.own_process or b.name in eased)]
     together = [backend for backend in chosen if backend not in apart]
@@ -117,6 +141,15 @@ def verify(
         )
         for backend in apart
     ]
+    _collect(report, together, workers, full, progress)
+    return report
+
+
+def _collect(
+    report: Report, together: list[Backend], workers: list[Worker], full: bool, progress: Progress | None
+) -> None:
+    """Run the report's cases on some backends here, and take in what workers find."""
+    cases = report.cases
     total = (len(cases) if together else 0) + sum(len(worker.cases) for worker in workers)
     done = 0
     try:
@@ -125,21 +158,20 @@ def verify(
                 progress(case.name, done, total)
             _run_case(case, together, full, report)
             done += 1
-        for backend, worker in zip(apart, workers, strict=True):
+        for worker in workers:
             for case in cases:
                 if case not in worker.cases:
-                    report.not_run.append(NotRun(backend.name, case.name, LEFT))
+                    report.not_run.append(NotRun(worker.backend, case.name, LEFT))
             for answer in worker.answers():
-                _take(answer, backend.name, report)
+                _take(answer, worker.backend, report)
                 done += 1
                 if progress is not None:
-                    progress(f"{backend.name}: {answer.get('case', '')}", min(done, total), total)
+                    progress(f"{worker.backend}: {answer.get('case', '')}", min(done, total), total)
     finally:
         for worker in workers:
             worker.close()
     if progress is not None:
         progress("", total, total)
-    return report
 
 
 #: Kernels for another device that XLA's CPU compiler runs for the proof's sake. How well it optimises the interpreter

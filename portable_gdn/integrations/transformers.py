@@ -4,8 +4,9 @@ transformers chooses, when a modelling file is imported, between FLA's kernels a
 installed; with FLA and Triton installed, and no GPU, every forward pass of these models fails in Triton. Here the
 functions that the layers call are replaced, so that each call goes to the best backend for the tensors it brings.
 
-A layer's short convolution stays transformers' own, except for packed sequences, which its torch code cannot keep
-apart: for them it is ``spec.conv``'s.
+So is the norm of a layer's output with its gate: by FLA's fused kernel where FLA computes, else in float32 as
+``gated_delta_mixer`` does it. A layer's short convolution stays transformers' own, except for packed sequences, which
+its torch code cannot keep apart: for them it is ``spec.conv``'s.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Tensor = Any
 _GDN = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _KDA = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 _CONVOLUTION = "causal_conv1d_fn"
+#: How the class of the output norm ends; what comes before it is the model's.
+_NORM = "RMSNormGated"
 
 #: The functions by which each model's layers call the rule.
 _RULES = {"qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_moe": _GDN, "kimi_linear": _KDA, "olmo_hybrid": _GDN}
@@ -62,7 +65,8 @@ class Patch:
 def patch_transformers(
     models: Sequence[str] = MODELS, *, backend: str | None = None, precision: str | None = None
 ) -> Patch:
-    """Make models of transformers use ``gated_delta_rule``, on CPU, GPU and wherever else torch has tensors.
+    """Make models of transformers use ``gated_delta_rule``, on CPU, GPU and wherever else torch has tensors, and norm
+    and gate their outputs as ``gated_delta_mixer`` does.
 
     Works for models that exist already and for those made later, until undone::
 
@@ -95,6 +99,7 @@ def patch_transformers(
             for name in _RULES[model]:
                 patch._replace(module, name, lambda _: _rule(backend, precision))
             patch._replace(module, _CONVOLUTION, _convolution)
+            patch._replace(_norm_class(module), "forward", lambda _: _norm(backend))
     except BaseException:
         patch.undo()
         raise
@@ -111,7 +116,38 @@ def _module(model: str) -> Any:
     for function in (*_RULES[model], _CONVOLUTION):
         if not hasattr(module, function):
             raise _too_old(model, f"has no {function} in {name}")
+    if _norm_class(module) is None:
+        raise _too_old(model, f"has no class whose name ends with {_NORM} in {name}")
     return module
+
+
+def _norm_class(module: Any) -> Any:
+    """The class of the output norm in a modelling file, or None."""
+    return next((value for name, value in vars(module).items() if name.endswith(_NORM)), None)
+
+
+def _norm(backend: str | None) -> Callable[..., Tensor]:
+    """The output norm's forward method."""
+
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        import array_api_compat.torch as xp
+        import torch
+
+        from .. import dispatch
+        from ..spec.norm import gated_norm
+
+        fla: Any = dispatch.get("fla")
+        activation = None if gate is None else self.activation
+        here = hidden_states.device.type in getattr(fla, "devices", ()) and not torch.compiler.is_compiling()
+        if here and backend in (None, "fla") and fla.unavailable() is None:
+            from ..gpu.norm import fused_norm
+
+            return fused_norm(hidden_states, gate, self.weight, self.variance_epsilon, activation)
+        z = None if gate is None else gate.float()
+        o, weight = hidden_states.float(), self.weight.float()
+        return gated_norm(xp, o, weight, z, self.variance_epsilon, activation).to(hidden_states.dtype)
+
+    return forward
 
 
 def _too_old(model: str, why: str) -> GdnError:

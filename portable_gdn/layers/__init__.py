@@ -14,6 +14,7 @@ A layer's parameters are the tree that ``portable-gdn port --to nnx`` writes und
 
 from __future__ import annotations
 
+from .axes import partition_specs
 from .gated_delta_net import GatedDeltaNet
 from .gated_delta_net2 import GatedDeltaNet2
 from .kimi_delta_attention import KimiDeltaAttention
@@ -27,4 +28,5 @@ __all__ = [
     "KimiDeltaAttention",
     "LightningAttention",
     "ShortConvolution",
+    "partition_specs",
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["projected", "with_whole_channels"]
+__all__ = ["Projection", "repeated", "with_whole_channels"]
 
 Array = Any
 
@@ -30,11 +31,44 @@ def with_whole_channels(x: Array, axis: int = -1) -> Array:
     return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*whole)))
 
 
-def projected(linear: nnx.Linear, x: Array) -> Array:
-    """``linear(x)``; where x is split by heads, which the product sums over, every device gets the sum."""
+class Projection(nnx.Linear):
+    """``nnx.Linear`` on meshes with explicit axes, too: weights that are split over axes which split the rows of x
+    (FSDP) are gathered, and where x is split by heads, which the product sums over, every device gets the sum."""
+
+    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
+        """x [..., inside] to [..., out]."""
+        spec = _spec(x)
+        if spec is None:
+            return super().__call__(x, out_sharding)
+        mesh = jax.typeof(x).sharding.mesh
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        _, columns = _spec(kernel) or (None, None)
+        out = _without(columns, _names(*spec))
+        kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, PartitionSpec(spec[-1], out)))
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        where = out_sharding or NamedSharding(mesh, PartitionSpec(*spec[:-1], out))
+        dimensions = (((x.ndim - 1,), (0,)), ((), ()))
+        y = self.dot_general(x, kernel, dimensions, precision=self.precision, out_sharding=where)
+        if bias is not None:
+            y += jax.sharding.reshard(bias, NamedSharding(mesh, PartitionSpec(out)))
+        return y
+
+
+def repeated(x: Array, times: int, axis: int) -> Array:
+    """``jnp.repeat(x, times, axis)``, split as x is."""
     spec = _spec(x)
-    if spec is None or spec[-1] is None:
-        return linear(x)
-    kernel = _spec(linear.kernel[...])
-    out = PartitionSpec(*spec[:-1], None if kernel is None else kernel[-1])
-    return linear(x, out_sharding=NamedSharding(jax.typeof(x).sharding.mesh, out))
+    if spec is None:
+        return jnp.repeat(x, times, axis=axis)
+    where = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
+    return jnp.repeat(x, times, axis=axis, out_sharding=where)
+
+
+def _names(*entries: Any) -> tuple[str, ...]:
+    """The axes of the mesh that entries of a PartitionSpec name."""
+    return tuple(n for e in entries if e is not None for n in ((e,) if isinstance(e, str) else e))
+
+
+def _without(entry: Any, taken: tuple[str, ...]) -> Any:
+    """An entry of a PartitionSpec without these axes of the mesh."""
+    left = tuple(n for n in _names(entry) if n not in taken)
+    return left[0] if len(left) == 1 else left or None

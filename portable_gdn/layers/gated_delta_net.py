@@ -23,6 +23,8 @@ class GatedDeltaNet(Layer):
     [HV].
     """
 
+    variant = "GDN"
+
     @checked_options
     def __init__(
         self,
@@ -41,10 +43,10 @@ class GatedDeltaNet(Layer):
         options: those of all layers, ``LayerOptions``; num_heads and key_dim must be given.
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
-        self.a_proj = self._project(hidden_size, self.num_value_heads, rngs)
-        self.b_proj = self._project(hidden_size, self.num_value_heads, rngs)
+        self.a_proj = self._by_heads(self.num_value_heads, rngs)
+        self.b_proj = self._by_heads(self.num_value_heads, rngs)
         if gate is not None:
-            self.g_proj = self._project(hidden_size, self.num_value_heads * self.value_dim, rngs)
+            self.g_proj = self._by_heads(self.num_value_heads * self.value_dim, rngs)
         self._decay_parameters(self.num_value_heads, 1, rngs)
 
     def _gates(self, x: Array) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..api import SoftplusGate
+from .explicit import repeated
 from .low_rank import LowRankLayer
 from .options import LayerOptions, checked_options
 
@@ -25,6 +26,8 @@ class GatedDeltaNet2(LowRankLayer):
     f_a_proj.kernel [E, r], f_b_proj.kernel [r, H * K], g_a_proj.kernel [E, s], g_b_proj.kernel [s, HV * V] and .bias,
     A_log [H], dt_bias [H * K].
     """
+
+    variant = "GDN-2"
 
     @checked_options
     def __init__(
@@ -51,14 +54,14 @@ class GatedDeltaNet2(LowRankLayer):
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
         keys = self.num_heads * self.key_dim
-        self.b_proj = self._project(hidden_size, keys, rngs)
-        self.w_proj = self._project(hidden_size, self.num_value_heads * self.value_dim, rngs)
-        self._gate_projections(keys, gate_rank, decay_rank, gate_bias, rngs)
-        self._decay_parameters(self.num_heads, self.key_dim, rngs)
+        self.b_proj = self._by_heads(keys, rngs, keys=True)
+        self.w_proj = self._by_heads(self.num_value_heads * self.value_dim, rngs)
+        self._gate_projections(keys, gate_rank, decay_rank, gate_bias, rngs, keys=True)
+        self._decay_parameters(self.num_heads, self.key_dim, rngs, keys=True)
 
     def _gates(self, x: Array) -> dict[str, Any]:
         shared = self.num_value_heads // self.num_heads
-        repeat = lambda a, axis: jnp.repeat(a, shared, axis=axis)  # noqa: E731
+        repeat = lambda a, axis: repeated(a, shared, axis)  # noqa: E731
         bias = self.dt_bias[...].reshape(self.num_heads, self.key_dim)
         return {
             "g": repeat(self._heads(self._decays(x), self.num_heads), -2),

@@ -23,6 +23,8 @@ class KimiDeltaAttention(LowRankLayer):
     (g_b_proj.bias if ``gate_bias``), A_log [HV], dt_bias [HV * K].
     """
 
+    variant = "KDA"
+
     @checked_options
     def __init__(
         self,
@@ -50,7 +52,7 @@ class KimiDeltaAttention(LowRankLayer):
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
         self.lower_bound = lower_bound
-        self.b_proj = self._project(hidden_size, self.num_value_heads, rngs)
+        self.b_proj = self._by_heads(self.num_value_heads, rngs)
         self._gate_projections(self.num_value_heads * self.key_dim, gate_rank, decay_rank, gate_bias, rngs)
         self._decay_parameters(self.num_value_heads, self.key_dim, rngs)
 

@@ -12,9 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..api import MixerState, ShortConv, gated_delta_mixer, gated_delta_rule_step
+from ..api import (
+    Batch,
+    MixerState,
+    ShortConv,
+    StatePool,
+    gated_delta_mixer,
+    gated_delta_mixer_step,
+    gated_delta_mixer_update,
+    state_pool,
+)
 from ..spec.errors import bad
-from .explicit import projected, with_whole_channels
+from .axes import named, named_linear
+from .explicit import Projection, with_whole_channels
 from .inputs import as_input
 from .options import LayerOptions
 from .parts import GATES, GatedNorm, ShortConvolution
@@ -26,6 +36,9 @@ Array = Any
 
 class Layer(nnx.Module):
     """Projections, convolution, the rule, output norm and gate; which gates there are is a class's own."""
+
+    #: The rule's variant, by its published name.
+    variant: str
 
     def __init__(
         self, hidden_size: int, *, gate: str | None, norm_eps: float, rngs: nnx.Rngs, options: LayerOptions
@@ -44,26 +57,33 @@ class Layer(nnx.Module):
         # A tuple, since a dict would make the module's graph unhashable.
         linear = {"dtype": options.get("dtype"), "param_dtype": weights}
         self._linear = (*linear.items(), ("precision", options.get("projection_precision")))
-        self.q_proj = self._project(hidden_size, H * K, rngs)
-        self.k_proj = self._project(hidden_size, H * K, rngs)
-        self.v_proj = self._project(hidden_size, HV * V, rngs)
+        self.q_proj = self._by_heads(H * K, rngs, keys=True)
+        self.k_proj = self._by_heads(H * K, rngs, keys=True)
+        self.v_proj = self._by_heads(HV * V, rngs)
         if self.conv_size:
             bias = options.get("conv_bias", False)
             self.q_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.k_conv1d = ShortConvolution(H * K, self.conv_size, bias, weights, rngs)
             self.v_conv1d = ShortConvolution(HV * V, self.conv_size, bias, weights, rngs)
         self.o_norm = GatedNorm(V, norm_eps, gate, options.get("norm_dtype", jnp.float32))
-        self.o_proj = self._project(HV * V, hidden_size, rngs)
+        self.o_proj = named_linear(self._project(HV * V, hidden_size, rngs), ("heads", HV), ("embed", hidden_size))
 
-    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        return nnx.Linear(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
+    def _project(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> Projection:
+        return Projection(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
 
-    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs) -> None:
-        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them."""
-        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
+    def _by_heads(self, out: int, rngs: nnx.Rngs, bias: bool = False, keys: bool = False) -> Projection:
+        """A projection of x whose columns are those of value heads, or of key heads."""
+        heads = ("key_heads", self.num_heads) if keys else ("heads", self.num_value_heads)
+        return named_linear(self._project(self.hidden_size, out, rngs, bias), ("embed", self.hidden_size), heads)
+
+    def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs, keys: bool = False) -> None:
+        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them; ``keys``: of key heads."""
+        axis = ("key_heads" if keys else "heads", heads)
+        A_log = jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0))
+        self.A_log = named(nnx.Param(A_log), axis)
         span = jax.random.uniform(rngs.params(), (heads * channels,), jnp.float32, jnp.log(1e-3), jnp.log(0.1))
         dt = jnp.maximum(jnp.exp(span), 1e-4)
-        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+        self.dt_bias = named(nnx.Param(dt + jnp.log(-jnp.expm1(-dt))), axis)
 
     @property
     def _channels(self) -> int:
@@ -113,22 +133,15 @@ class Layer(nnx.Module):
             GdnError: x has another shape, or ``gated_delta_mixer`` refuses the call.
         """
         x = as_input(x, "B, T", self.hidden_size, "`step` takes one token a row, [B, E]")
-        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         o, state = gated_delta_mixer(
-            qkv,
-            conv=self._conv(),
-            num_heads=self.num_heads,
+            **self.mixer_arguments(x),
             state=state,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             segment_ids=segment_ids,
             mask=mask,
-            precision=self.precision,
-            backend=self.backend,
-            sharding=self.sharding,
-            **self._gates(x),
         )
-        return self._output(o, x), state
+        return self._projected(o), state
 
     def init_state(self, batch: int) -> MixerState:
         """The state before the first token of ``batch`` rows, zeros: recurrent [batch, HV, K, V] and conv
@@ -153,46 +166,93 @@ class Layer(nnx.Module):
             GdnError: x or state has another shape.
         """
         x = as_input(x, "B", self.hidden_size, "call the layer for whole sequences, [B, T, E]")
-        before, past = self._state(state, x.shape[0])
-        new = jnp.concatenate([with_whole_channels(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
-        conv = self._conv()
-        seen = jnp.concatenate([past.astype(new.dtype), new[:, None]], axis=1)  # [B, W, channels]
-        y = jnp.einsum("bwc,cw->bc", seen.astype(jnp.float32), conv.weight.astype(jnp.float32), precision="highest")
-        y = jax.nn.silu(y if conv.bias is None else y + conv.bias.astype(jnp.float32))
-        keys = self.num_heads * self.key_dim
-        q, k, v = jnp.split(y, [keys, 2 * keys], axis=-1)
-        o, recurrent = gated_delta_rule_step(
-            q.reshape(-1, self.num_heads, self.key_dim),
-            k.reshape(-1, self.num_heads, self.key_dim),
-            v.reshape(-1, self.num_value_heads, self.value_dim),
-            state=before,
-            qk_l2norm=True,
-            precision=self.precision,
-            backend=self.backend,
-            sharding=self.sharding,
-            **self._gates(x),
-        )
-        return self._output(o.astype(new.dtype), x), MixerState(recurrent, seen[:, 1:].astype(past.dtype))
+        o, state = gated_delta_mixer_step(**self.mixer_arguments(x), state=self._checked(state, x.shape[0]))
+        return self._projected(o), state
 
-    def _state(self, state: MixerState | None, batch: int) -> tuple[Array, Array]:
-        """The recurrent and convolution state for ``step``, zeros in place of what is None."""
-        start = self.init_state(batch)
+    def init_pool(
+        self, num_slots: int, *, window: int = 0, dtype: str = "float32", state_dtype: str = "float32"
+    ) -> StatePool:
+        """A pool of zero states for ``update``.
+
+        Args:
+            num_slots: one more than the requests that it can hold, since slot 0 is null.
+            window: tokens that can wait in a slot, one more than a step's drafts; 0 serves without drafts.
+            dtype: that of the projections of q, k and v.
+            state_dtype: in which recurrent states are stored.
+        """
+        return state_pool(
+            num_slots,
+            library="jax",
+            num_heads=self.num_heads,
+            num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            conv_width=max(self.conv_size, 1),
+            window=window,
+            variant=self.variant,
+        )
+
+    def update(
+        self,
+        x: Array,
+        pool: StatePool,
+        batch: Batch,
+        *,
+        window: int | None = None,
+        checkpoint_every: int | None = None,
+    ) -> tuple[Array, StatePool]:
+        """Tokens of many requests, for serving; see ``gated_delta_mixer_update``.
+
+        Args:
+            x: [T, E], ragged. pool: the states, whose memory the update takes. batch: the rows.
+            window, checkpoint_every: as there.
+
+        Returns:
+            y [T, E], 0 at padding, and the pool.
+
+        Raises:
+            GdnError: x has another shape, the layer is split over a mesh, or the call is refused.
+        """
+        x = as_input(x, "T", self.hidden_size, "an update takes ragged tokens without an axis of rows")
+        arguments = self.mixer_arguments(x)
+        if arguments.pop("sharding") is not None:
+            raise bad("sharding", "given to this layer", "be None for an update; call it inside jax.shard_map instead")
+        o, pool = gated_delta_mixer_update(
+            **arguments, pool=pool, batch=batch, window=window, checkpoint_every=checkpoint_every
+        )
+        return self._projected(o), pool
+
+    def _checked(self, state: MixerState | None, batch: int) -> MixerState | None:
+        """A state for ``step``, whose parts may be None."""
         if state is None:
-            return start.recurrent, start.conv
+            return None
         if not (isinstance(state, tuple) and len(state) == 2):
             raise bad("state", f"a {type(state).__name__}", "be None or a MixerState(recurrent, conv)")
-        found: list[Array] = [zeros if a is None else a for a, zeros in zip(state, start, strict=True)]
-        shapes: tuple[Array, ...] = start
-        for name, given, zeros in zip(MixerState._fields, found, shapes, strict=True):
-            if tuple(given.shape) != zeros.shape:
-                was, must = (", ".join(map(str, a.shape)) for a in (given, zeros))
-                raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{must}]")
-        return found[0], jnp.asarray(found[1])
+        shapes: tuple[Array, ...] = jax.eval_shape(lambda: self.init_state(batch))
+        for name, given, must in zip(MixerState._fields, state, shapes, strict=True):
+            if given is not None and tuple(given.shape) != must.shape:
+                was, want = (", ".join(map(str, a.shape)) for a in (given, must))
+                raise bad(f"state.{name}", f"of shape [{was}]", f"have shape [{want}]")
+        return MixerState(*state)
 
-    def _output(self, o: Array, x: Array) -> Array:
-        z = self._z(x)
-        o = self.o_norm(o, None if z is None else z.reshape(o.shape))
-        return projected(self.o_proj, o.reshape(*o.shape[:-2], -1))
+    def mixer_arguments(self, x: Array) -> dict[str, Any]:
+        """What a mixer takes of x [..., E], beside states."""
+        return {
+            "qkv": (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
+            "conv": self._conv(),
+            "num_heads": self.num_heads,
+            "output_norm": self.o_norm.as_option(),
+            "z": self._z(x),
+            "precision": self.precision,
+            "backend": self.backend,
+            "sharding": self.sharding,
+            **self._gates(x),
+        }
+
+    def _projected(self, o: Array) -> Array:
+        return self.o_proj(o.reshape(*o.shape[:-2], -1))
 
     def _beta(self, x: Array) -> Array:
         return self.beta_scale * jax.nn.sigmoid(x.astype(jnp.float32))

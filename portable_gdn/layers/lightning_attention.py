@@ -21,7 +21,8 @@ from flax import nnx
 
 from ..api import gated_delta_rule, gated_delta_rule_step
 from ..spec.errors import bad, suggests_keywords
-from .explicit import projected
+from .axes import named_linear
+from .explicit import Projection
 from .inputs import as_input
 
 __all__ = ["LightningAttention", "LightningState", "slopes"]
@@ -121,11 +122,12 @@ class LightningAttention(nnx.Module):
         self.precision, self.backend, self.sharding = precision, backend, sharding
         linear = {"dtype": dtype, "param_dtype": param_dtype, "precision": projection_precision, "use_bias": False}
         size = num_heads * head_dim
-        self.q_proj = nnx.Linear(hidden_size, size, rngs=rngs, **linear)
-        self.k_proj = nnx.Linear(hidden_size, size, rngs=rngs, **linear)
-        self.v_proj = nnx.Linear(hidden_size, size, rngs=rngs, **linear)
-        self.g_proj = nnx.Linear(hidden_size, size, rngs=rngs, **linear)
-        self.o_proj = nnx.Linear(size, hidden_size, rngs=rngs, **linear)
+        embed, heads = ("embed", hidden_size), ("heads", num_heads)
+        self.q_proj = named_linear(Projection(hidden_size, size, rngs=rngs, **linear), embed, heads)
+        self.k_proj = named_linear(Projection(hidden_size, size, rngs=rngs, **linear), embed, heads)
+        self.v_proj = named_linear(Projection(hidden_size, size, rngs=rngs, **linear), embed, heads)
+        self.g_proj = named_linear(Projection(hidden_size, size, rngs=rngs, **linear), embed, heads)
+        self.o_proj = named_linear(Projection(size, hidden_size, rngs=rngs, **linear), heads, embed)
         if qk_norm:
             self.q_norm = _Scale(head_dim, norm_eps, 1, norm_dtype)
             self.k_norm = _Scale(head_dim, norm_eps, 1, norm_dtype)
@@ -162,7 +164,7 @@ class LightningAttention(nnx.Module):
 
     def _output(self, o: Array, x: Array) -> Array:
         o = self.g_norm(o.reshape(*o.shape[:-2], -1)) * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32))
-        return projected(self.o_proj, o.astype(x.dtype))
+        return self.o_proj(o.astype(x.dtype))
 
     def __call__(
         self,

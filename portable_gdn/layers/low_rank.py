@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from .axes import named_linear
 from .layer import Layer
 
 __all__ = ["LowRankLayer"]
@@ -18,20 +19,29 @@ class LowRankLayer(Layer):
     (or g_proj)."""
 
     def _gate_projections(
-        self, decays: int, gate_rank: int | None, decay_rank: int | None, gate_bias: bool, rngs: nnx.Rngs
+        self,
+        decays: int,
+        gate_rank: int | None,
+        decay_rank: int | None,
+        gate_bias: bool,
+        rngs: nnx.Rngs,
+        keys: bool = False,
     ) -> None:
+        """The projections of ``decays`` numbers, those of value heads or of key heads, and of the output gate."""
         E, values = self.hidden_size, self.num_value_heads * self.value_dim
         self.decay_rank, self.gate_rank = decay_rank, gate_rank
         if decay_rank is None:
-            self.f_proj = self._project(E, decays, rngs)
+            self.f_proj = self._by_heads(decays, rngs, keys=keys)
         else:
-            self.f_a_proj = self._project(E, decay_rank, rngs)
-            self.f_b_proj = self._project(decay_rank, decays, rngs)
+            heads = ("key_heads", self.num_heads) if keys else ("heads", self.num_value_heads)
+            self.f_a_proj = named_linear(self._project(E, decay_rank, rngs), ("embed", E), None)
+            self.f_b_proj = named_linear(self._project(decay_rank, decays, rngs), None, heads)
         if gate_rank is None:
-            self.g_proj = self._project(E, values, rngs, gate_bias)
+            self.g_proj = self._by_heads(values, rngs, gate_bias)
         else:
-            self.g_a_proj = self._project(E, gate_rank, rngs)
-            self.g_b_proj = self._project(gate_rank, values, rngs, gate_bias)
+            self.g_a_proj = named_linear(self._project(E, gate_rank, rngs), ("embed", E), None)
+            g_b_proj = self._project(gate_rank, values, rngs, gate_bias)
+            self.g_b_proj = named_linear(g_b_proj, None, ("heads", self.num_value_heads))
 
     def _decays(self, x: Array) -> Array:
         """The raw projection of the decays, from x [..., E]."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from ..spec.norm import ACTIVATIONS, GatedRMSNorm, gated_norm
 
 __all__ = ["GATES", "GatedNorm", "ShortConvolution"]
 
 Array = Any
-GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+GATES = ACTIVATIONS
 
 
 class ShortConvolution(nnx.Module):
@@ -33,8 +34,10 @@ class GatedNorm(nnx.Module):
 
     def __call__(self, o: Array, z: Array) -> Array:
         """o and z: [..., V], z None where there is no gate; the result has o's dtype."""
-        x = o.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
-        if self.gate is not None:
-            x = x * GATES[self.gate](z.astype(jnp.float32))
-        return x.astype(o.dtype)
+        gate = None if self.gate is None else z.astype(jnp.float32)
+        weight = self.scale[...].astype(jnp.float32)
+        return gated_norm(jnp, o.astype(jnp.float32), weight, gate, self.eps, self.gate).astype(o.dtype)
+
+    def as_option(self) -> GatedRMSNorm:
+        """This norm as ``gated_delta_mixer`` takes it."""
+        return GatedRMSNorm(self.scale[...], self.eps, self.gate)

@@ -7,6 +7,7 @@ imports no jax.
 
 from __future__ import annotations
 
+from .axes import AXIS_RULES, call_sharding
 from .sharding import Sharding
 
-__all__ = ["Sharding"]
+__all__ = ["AXIS_RULES", "Sharding", "call_sharding"]

@@ -92,7 +92,7 @@ def _taken_apart(call: Call, operands: Operands) -> Operands:
         return operands
     found = {}
     for name, a in operands.items():
-        axis = 2 if name == "qkv" else _CONV_CHANNELS.get(name)
+        axis = -1 if name == "qkv" else _CONV_CHANNELS.get(name)
         if axis is None:
             found[name] = a
             continue
@@ -170,6 +170,7 @@ def _shard(call: Call, x: Operands) -> dict[str, Any]:
         else:
             result, states = chosen.run_with_states(problem, call.every)
     if split.heads and s.conv is not None:
+        assert result.conv_state is not None
         own = jnp.split(result.conv_state, (H * s.K, 2 * H * s.K), axis=-1)
         conv_state = own if conv_state is None else [*conv_state, own[2]]
     elif s.conv is not None:
@@ -213,11 +214,13 @@ def _keys_of(call: Call, name: str, a: Array, heads: Array) -> Array:
 
 def _conv_states_of_keys(call: Call, x: Operands) -> list[Array]:
     """The convolution's states of q and k, whole, as every device holds them where key heads do not split."""
-    width = call.signature.conv.width
+    conv = call.signature.conv
+    assert conv is not None
     found = []
     for part in "qk":
         a, before = x[part], x.get(f"conv_state.{part}")
+        a = a[:, None] if call.signature.step else a
         place = layout(jnp, a, x.get("cu_seqlens"), x.get("segment_ids"), x.get("mask"))
         given = None if before is None else before.astype(jnp.float32)
-        found.append(final_state(jnp, a.astype(jnp.float32), place, given, width))
+        found.append(final_state(jnp, a.astype(jnp.float32), place, given, conv.width))
     return found

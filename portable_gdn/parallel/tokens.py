@@ -17,8 +17,8 @@ from jax import lax
 from ..door import normalise
 from ..spec.errors import bad
 from ..spec.jax_tracing import varying_like
-from ..spec.problem import Options, Result, Signature
-from ..spec.prologue import prepare, swap_state
+from ..spec.problem import ConvKind, Options, Result, Signature
+from ..spec.prologue import normed, prepare, swap_state
 from ..spec.transition import apart, widened, widened_state
 from .folds import entering_states, product
 
@@ -79,7 +79,7 @@ def run_piece(
     given = x.get("initial_state")
     zeros = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x["g"] if "g" in x else x["q"])
     first = zeros if given is None else swap_state(jnp, s, given)
-    conv_state = None
+    conv_state, whole = None, x
     if s.conv is not None:
         before = _before(s, place, x, bounds)
         conv_state = _last_inputs(s, place, x, bounds)
@@ -97,6 +97,8 @@ def run_piece(
     own = jnp.where(enters[:, None, None, None], 0, first) if enters is not None else jnp.zeros_like(first)
     x["initial_state"] = widened_state(jnp, varying_like(own, *x.values()), enters)
     options = options._replace(output_final_state=True, state_layout="kv", precision=s.precision)
+    # Outputs in float32, since P times a state is still to be added; products round what the precision says.
+    x |= {name: x[name].astype(jnp.float32) for name in "qkv"}
     result = _run(widened(jnp, x, s.K), options, backend)
     t = apart(result.state, s.V)
     o, P = (a.astype(jnp.float32) for a in (result.o[..., : s.V], result.o[..., s.V :]))
@@ -114,6 +116,8 @@ def run_piece(
         entered, final = _packed(place, bounds, t, first, enters)
         o = o + jnp.einsum("bthk,hkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
     state = swap_state(jnp, s, final) if s.output_final_state else None
+    if s.norm is not None:
+        o = normed(jnp, s, whole, o)
     return Result(o.astype(s.dtype), state, conv_state)
 
 
@@ -144,16 +148,22 @@ def _packed(place: _Place, bounds: Array, t: Any, first: Array, enters: Array) -
     return entered[0], lax.psum(jnp.where(ends[:, None, None, None], here, 0), place.axes)
 
 
+def _conv(s: Signature) -> ConvKind:
+    """The convolution of a mixer's call."""
+    assert s.conv is not None
+    return s.conv
+
+
 def _inputs(s: Signature, x: Operands) -> Array:
     """q | k | v of the piece, float32 [B, size, channels]."""
-    a = x["qkv"] if s.conv.fused else jnp.concatenate([x[name] for name in "qkv"], axis=-1)
+    a = x["qkv"] if _conv(s).fused else jnp.concatenate([x[name] for name in "qkv"], axis=-1)
     return a.astype(jnp.float32)
 
 
 def _given(s: Signature, x: Operands) -> Array:
     if "conv_state" in x:
         return x["conv_state"].astype(jnp.float32)
-    return jnp.zeros((s.N, s.conv.width - 1, s.conv.channels), jnp.float32)
+    return jnp.zeros((s.N, _conv(s).width - 1, _conv(s).channels), jnp.float32)
 
 
 def _sequences(s: Signature, place: _Place, bounds: Array | None) -> tuple[Array, Array]:
@@ -165,7 +175,7 @@ def _sequences(s: Signature, place: _Place, bounds: Array | None) -> tuple[Array
 
 def _before(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
     """What the convolution has seen before the piece, or before sequences that begin in it [N, W - 1, channels]."""
-    a, back = _inputs(s, x), s.conv.width - 1
+    a, back = _inputs(s, x), _conv(s).width - 1
     tail = a[:, place.size - back :]
     halo = lax.ppermute(tail, place.axes, [(j, j + 1) for j in range(lax.axis_size(place.axes) - 1)])
     halo = jnp.broadcast_to(halo, (s.N, *halo.shape[1:]))
@@ -181,7 +191,7 @@ def _before(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> A
 
 def _last_inputs(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
     """The last W - 1 inputs of every sequence, the same on every device [N, W - 1, channels]."""
-    a, back = _inputs(s, x), s.conv.width - 1
+    a, back = _inputs(s, x), _conv(s).width - 1
     given = varying_like(_given(s, x), a)
     begin, end = _sequences(s, place, bounds)
     at = end[:, None] - back + jnp.arange(back)[None]  # [N, W - 1]
@@ -206,6 +216,7 @@ def _prepared(
     p = prepare(jnp, replace(s, operands=tuple(x)), x)
     found = {"q": p.q, "k": p.k, "v": p.v, "g": p.g}
     if s.has("beta"):
+        assert p.b is not None
         found["beta"] = p.b[..., 0]
     else:
         found |= {name: a for name, a in (("erase", p.b), ("write", p.w)) if a is not None}

@@ -6,6 +6,7 @@ without the ability in question. Laws, which ``portable-gdn check`` and ``verify
 - ``refuses`` reads metadata alone, and a call that it does not refuse is computed.
 - ``run`` changes no operand, and returns o in v's dtype and states in float32.
 - ``gradients`` returns a cotangent for every operand that has a gradient, in the operand's dtype.
+- ``update`` neither reads nor writes slots that its batch does not name; of torch tensors it writes the pool in place.
 - An error is no larger than what follows from the roundings that ``rounding`` declares.
 """
 
@@ -21,7 +22,8 @@ import numpy as np
 from .errors import GdnError
 from .pieces import run_by_pieces
 from .precision import Rounding
-from .problem import Problem, Result, Signature
+from .problem import Problem, Result, Signature, UpdateResult
+from .slots import call_of
 
 __all__ = ["Backend", "Stages"]
 
@@ -75,6 +77,17 @@ class Backend(ABC):
         """Why it cannot compute this call, as a sentence, or None. It must not read operands."""
         return None
 
+    def refuses_update(self, signature: Signature) -> str | None:
+        """Why it cannot compute this update of a pool of states, as a sentence, or None.
+
+        By default what ``refuses`` says of the call that the update would be without a pool.
+        """
+        if self.libraries[0] == "jax" and type(self).update is Backend.update:
+            return "it has no update of a pool of its own, and the common one writes in place, which JAX arrays do not"
+        if signature.B * signature.T == 0:
+            return None
+        return self.refuses(call_of(signature))
+
     # What it computes.
 
     @abstractmethod
@@ -84,6 +97,15 @@ class Backend(ABC):
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Array]:
         """The result, and the states after every so many tokens, [B, T // every, ...]; by default piece by piece."""
         return run_by_pieces(self.run, problem, every)
+
+    def update(self, problem: Problem) -> UpdateResult:
+        """The outputs of an update, and its pool (``spec/slots.py`` says what an update means).
+
+        By default gathered, computed by ``run`` and scattered, which needs to know the batch on the host.
+        """
+        from .updates import update_by_run
+
+        return update_by_run(self.run, problem)
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Array]) -> tuple[Result, dict[str, Array]]:
         """The result, and the cotangent of every operand that has one, from those of "o" and "state".

@@ -14,7 +14,7 @@ from .gates import sigmoid
 from .sequences import Layout, compact, index_range, restore
 from .stages import Array, Namespace
 
-__all__ = ["ShortConv", "convolve", "final_state", "taps"]
+__all__ = ["ShortConv", "convolve", "convolve_one", "final_state", "taps"]
 
 
 @suggesting
@@ -58,11 +58,25 @@ def convolve(
 ) -> Array:
     """y [B, T, channels] of x [B, T, channels], weight [channels, W]; tokens in the caller's order."""
     seen = taps(xp, compact(xp, x, place.order), place, state, weight.shape[1])
+    return restore(xp, _activated(xp, seen, weight, bias, activation), place.back)
+
+
+def _activated(xp: Namespace, seen: list[Array], weight: Array, bias: Array | None, activation: str | None) -> Array:
+    """y of the inputs that each token sees, oldest first."""
     y = sum(tap * weight[:, j] for j, tap in enumerate(seen))
     y = y if bias is None else y + bias
-    if activation == "silu":
-        y = y * sigmoid(xp, y)
-    return restore(xp, y, place.back)
+    return y * sigmoid(xp, y) if activation == "silu" else y
+
+
+def convolve_one(
+    xp: Namespace, x: Array, weight: Array, bias: Array | None, activation: str | None, state: Array | None
+) -> tuple[Array, Array]:
+    """y [B, 1, channels] of one token x [B, 1, channels], and the state after it [B, W - 1, channels]."""
+    if state is None:
+        state = xp.zeros_like(x[:, :1] * weight.T[None, 1:])
+    seen = xp.concat([state, x], axis=1)
+    y = _activated(xp, [seen[:, j : j + 1] for j in range(weight.shape[1])], weight, bias, activation)
+    return y, seen[:, 1:]
 
 
 def final_state(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int) -> Array:

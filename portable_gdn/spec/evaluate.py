@@ -15,8 +15,10 @@ import numpy as np
 
 from . import chunkwise
 from .gates import activate_gate, gate_vjp, l2norm, l2norm_vjp, sigmoid
+from .norm import gated_norm, gated_norm_vjp
+from .norm_sizes import NormSizes, norm_sizes
 from .operands import DIFFERENTIABLE, PER_TOKEN, one_token
-from .oracle import Core, CoreGradients, CoreResult, CoreRule, token_by_token
+from .oracle import Core, CoreGradients, CoreResult, CoreRule, OutputCotangent, output_cotangent, token_by_token
 from .problem import Problem, Signature
 from .stages import Algebra, Decays, Product, decay
 
@@ -79,6 +81,7 @@ def evaluate(
     cotangents: Mapping[str, Any] | None = None,
     rule: CoreRule = token_by_token,
     dtype: Any = np.float64,
+    stored: Callable[[np.ndarray, str], np.ndarray] = lambda x, name: x,
 ) -> Evaluation:
     """Compute a call, and its gradients if cotangents of "o" and "state" are given.
 
@@ -87,6 +90,7 @@ def evaluate(
         cotangents: {"o": like o, "state": in the caller's layout}; a missing one is zeros.
         rule: how one sequence is computed.
         dtype: of the whole computation, float64 or float32.
+        stored: what memory leaves of the rule's output on its way to a norm: "o", and "o_kept", to its backward pass.
     """
     s = problem.signature
     raw = problem.operands
@@ -120,11 +124,16 @@ def evaluate(
         before = _Prologue(s, x, p)
         start = np.zeros_like(S0[p.state]) if p.fresh else S0[p.state]
         core = before.core(start)
-        out, end = None, None
+        dy, end = None, None
         if want:
-            out = _heads_first(s, dO[p.row, p.tokens])
+            dy = _heads_first(s, dO[p.row, p.tokens])
             end = (dS[p.state] if p.last else np.zeros_like(start)).reshape(s.H, -1, s.K, s.V)
-        r = rule(core, s.scale, out, end)
+        behind = None if s.norm is None else _Epilogue(s, x, p, dy, stored)
+        r = rule(core, s.scale, dy if behind is None or dy is None else behind.cotangent, end)
+        if behind is not None:
+            r = behind.result(r, core, rule, s.scale)
+            if want:
+                behind.gradients(grads, sizes)
         o[p.row, p.tokens] = _tokens_first(r.o)
         if r.o_size is not None:
             o_size[p.row, p.tokens] = _tokens_first(r.o_size)
@@ -158,6 +167,72 @@ def _heads_first(s: Signature, a: np.ndarray) -> np.ndarray:
 def _tokens_first(a: np.ndarray) -> np.ndarray:
     """[H, R, T, D] as [T, H R, D]."""
     return np.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), 0, 1)
+
+
+class _Epilogue:
+    """What lies behind the rule, for one piece: the output's norm and gate, forward and backward. Arrays are heads
+    first, [H, R, T, V]."""
+
+    def __init__(
+        self,
+        s: Signature,
+        x: dict[str, np.ndarray],
+        piece: _Piece,
+        dy: np.ndarray | None,
+        stored: Callable[[np.ndarray, str], np.ndarray],
+    ) -> None:
+        assert s.norm is not None
+        self.s, self.piece, self.dy, self.stored = s, piece, dy, stored
+        self.weight, self.kind = x.get("norm_weight"), s.norm
+        self.z = None
+        if "z" in x:
+            z = x["z"][piece.row, piece.tokens]
+            self.z = _heads_first(s, z.reshape(*z.shape[:1], s.HV, s.V))
+        self.sizes: NormSizes | None = None
+        self.found: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    def cotangent(self, o: np.ndarray, heads: slice) -> np.ndarray:
+        """The cotangent of o of some key heads; those of z and the weight are kept."""
+        assert self.dy is not None
+        z = None if self.z is None else self.z[heads]
+        kept = self.stored(o, "o_kept")
+        dO, d_weight, dz = gated_norm_vjp(xp, kept, self.weight, z, *self.kind, self.dy[heads])
+        if self.found is None:
+            self.found = np.zeros_like(self.dy), None if self.z is None else np.zeros_like(self.z)
+        self.found[0][heads] = d_weight
+        if dz is not None:
+            self.found[1][heads] = dz  # type: ignore[index]
+        return dO
+
+    def result(self, r: CoreResult, core: Core, rule: CoreRule, scale: float) -> CoreResult:
+        """The rule's result with the normed output, and with sizes that know of the norm."""
+        y = gated_norm(xp, self.stored(r.o, "o"), self.weight, self.z, *self.kind)
+        if r.o_size is None:
+            return r._replace(o=y)
+        self.sizes = norm_sizes(r.o, r.o_size, self.weight, self.z, self.kind, self.dy)
+        if self.dy is not None and r.gradient_sizes is not None and r.gradients is not None:
+            # What an error of the summands of dO becomes in the gradients: the backward pass is linear in dO.
+            signs = np.where(np.random.Generator(np.random.Philox(0)).random(y.shape) < 0.5, -1.0, 1.0)
+            assert self.sizes.dO is not None
+            moved = rule(core, scale, signs * self.sizes.dO, np.zeros_like(core.S)).gradients
+            assert moved is not None
+            sizes = (None if a is None else a + np.abs(b) for a, b in zip(r.gradient_sizes, moved, strict=True))
+            r = r._replace(gradient_sizes=CoreGradients(*sizes))
+        return r._replace(o=y, o_size=self.sizes.y)
+
+    def gradients(self, grads: dict[str, np.ndarray], sizes: dict[str, np.ndarray]) -> None:
+        """Add this piece's cotangents of z and the weight, and the sizes of their summands."""
+        assert self.found is not None
+        tables = [(grads, *self.found)]
+        if self.sizes is not None:
+            assert self.sizes.weight is not None
+            tables.append((sizes, self.sizes.weight, self.sizes.z))
+        at = (self.piece.row, self.piece.tokens)
+        for into, d_weight, dz in tables:
+            if "norm_weight" in into:
+                into["norm_weight"] += d_weight.sum((0, 1, 2))
+            if dz is not None:
+                into["z"][at] += _tokens_first(dz).reshape(into["z"][at].shape)
 
 
 class _Prologue:
@@ -394,7 +469,7 @@ def chunk_by_chunk(
     def operands(part: Core, S: np.ndarray) -> chunkwise.ChunkOperands:
         return chunkwise.ChunkOperands(*part[:6], S)
 
-    def rule(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
+    def rule(x: Core, scale: float, dO: OutputCotangent | None = None, dS: np.ndarray | None = None) -> CoreResult:
         def backward(part: Core, S: np.ndarray, saved: Any, dO: np.ndarray, dS: np.ndarray) -> Any:
             return chunkwise.backward_chunk(algebra, operands(part, S), scale, saved, dO, dS, sums, stored)
 
@@ -418,7 +493,8 @@ def chunk_by_chunk(
             result = CoreResult(np.concatenate(o, 2) if o else np.zeros_like(x.v), S)
             if dO is None or dS is None:
                 return result
-            return result._replace(gradients=_backward(x, backward, cuts, kept, dO, dS))
+            out_d = output_cotangent(dO, result.o)
+            return result._replace(gradients=_backward(x, backward, cuts, kept, out_d, dS))
 
     return rule
 

@@ -16,13 +16,14 @@ can be held to where the true result is 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from .stages import RESET
 
-__all__ = ["Core", "CoreGradients", "CoreResult", "CoreRule", "token_by_token"]
+__all__ = ["Core", "CoreGradients", "CoreResult", "CoreRule", "OutputCotangent", "output_cotangent", "token_by_token"]
 
 
 class Core(NamedTuple):
@@ -64,13 +65,23 @@ class CoreResult(NamedTuple):
     gradient_sizes: CoreGradients | None = None
 
 
-CoreRule = Callable[[Core, float, "np.ndarray | None", "np.ndarray | None"], CoreResult]
+OutputCotangent = np.ndarray | Callable[[np.ndarray, slice], np.ndarray]
+"""The cotangent of o [H, R, T, V], or what makes that of some key heads, a slice, of their o: for a norm behind it."""
+
+CoreRule = Callable[[Core, float, "OutputCotangent | None", "np.ndarray | None"], CoreResult]
 """A way to compute one sequence: (operands, scale, dO or None, dS or None)."""
 
 _LARGEST = 32_000_000  # elements of saved states; beyond, key heads go one by one
 
 
-def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.ndarray | None = None) -> CoreResult:
+def output_cotangent(dO: OutputCotangent, o: np.ndarray, heads: slice = slice(None)) -> np.ndarray:
+    """dO [H, R, T, V] of some key heads, whose outputs are o."""
+    return dO(o, heads) if callable(dO) else dO[heads]
+
+
+def token_by_token(
+    x: Core, scale: float, dO: OutputCotangent | None = None, dS: np.ndarray | None = None
+) -> CoreResult:
     """The recurrence above; gradients if ``dO`` [H, R, T, V] and ``dS`` [H, R, K, V] are given."""
     H, T = x.q.shape[0], x.q.shape[2]
     if H > 1 and T * x.S.size > _LARGEST:
@@ -78,7 +89,7 @@ def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.n
             token_by_token(
                 Core(*(None if a is None else a[h : h + 1] for a in x)),
                 scale,
-                None if dO is None else dO[h : h + 1],
+                None if dO is None else partial(_of_head, dO, h),
                 None if dS is None else dS[h : h + 1],
             )
             for h in range(H)
@@ -109,6 +120,7 @@ def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.n
     if dO is None or dS is None:
         return CoreResult(o, states[T], None, o_size, S_size)
 
+    dO = output_cotangent(dO, o)
     full = np.broadcast_shapes(x.k.shape, (*x.v.shape[:-1], channels))
     d = CoreGradients(
         np.zeros(full, o.dtype),
@@ -159,6 +171,11 @@ def token_by_token(x: Core, scale: float, dO: np.ndarray | None = None, dS: np.n
         dS = decays[:, :, t, :, None] * dheld
         dS_size = decays[:, :, t, :, None] * dheld_size
     return CoreResult(o, states[T], _reduce(x, d._replace(S=dS)), o_size, S_size, _reduce(x, size._replace(S=dS_size)))
+
+
+def _of_head(dO: OutputCotangent, h: int, o: np.ndarray, heads: slice) -> np.ndarray:
+    """dO of one key head, by itself."""
+    return output_cotangent(dO, o, slice(h, h + 1))
 
 
 def _vec(rows: np.ndarray, t: int, S: np.ndarray) -> np.ndarray:

@@ -18,10 +18,12 @@ __all__ = [
     "DEFAULT",
     "FAST",
     "HIGHEST",
+    "NORM_INPUTS",
     "OPERANDS",
     "PRECISIONS",
     "Rounding",
     "rounded_product",
+    "stored_outputs",
     "stored_states",
 ]
 
@@ -29,6 +31,9 @@ PRECISIONS = ("highest", "default", "fast")
 
 #: Names of operands of products: inputs and state, then what is computed within a chunk, then cotangents.
 OPERANDS = ("q", "k", "S", "A", "T", "R", "W", "Aqk", "Vn", "dO", "dS", "dVn", "X", "dA")
+
+#: What memory may round of a mixer's output on its way to the norm behind the rule, and to that norm's backward pass.
+NORM_INPUTS = ("o", "o_kept")
 
 #: Bits of significand that an operand keeps (the hidden one included). "bfloat16x3" stands for three passes of
 #: products of bfloat16 halves, which keep 16 bits of each operand.
@@ -42,7 +47,8 @@ class Rounding:
     Accumulation and state are float32 always. ``chunk_size`` is the chunk in which the sums run. ``base2``: a chunk's
     finished sums of decays are multiplied by log2(e), which rounds them once more, and decays are powers of 2.
     ``stores``: S and dS are kept between chunks as rounded as they enter products, so that a decay's gradient, in which
-    they meet outside of any product, sees them so.
+    they meet outside of any product, sees them so. "o" and "o_kept" (``NORM_INPUTS``) are no operands of products: they
+    say what memory leaves of a mixer's output for the norm behind the rule, forward and backward.
     """
 
     operands: Mapping[str, str] = field(default_factory=dict)
@@ -52,8 +58,9 @@ class Rounding:
 
     def __post_init__(self) -> None:
         for name, kept in self.operands.items():
-            if name not in OPERANDS or kept not in BITS:
-                raise ValueError(f"Rounding names {name!r}: {kept!r}; operands are {OPERANDS}, formats {tuple(BITS)}.")
+            known = (*OPERANDS, *NORM_INPUTS)
+            if name not in known or kept not in BITS:
+                raise ValueError(f"Rounding names {name!r}: {kept!r}; operands are {known}, formats {tuple(BITS)}.")
 
     @property
     def exact(self) -> bool:
@@ -95,6 +102,16 @@ def stored_states(rounding: Rounding, rng: np.random.Generator) -> Any:
 
     def stored(x: np.ndarray, name: str) -> np.ndarray:
         kept = rounding.operands.get(name, "float32") if rounding.stores else "float32"
+        return x if kept == "float32" else stochastic_round(x, BITS[kept], rng)
+
+    return stored
+
+
+def stored_outputs(rounding: Rounding, rng: np.random.Generator) -> Any:
+    """What is left in memory of a mixer's output for its norm, as declared; see ``evaluate.evaluate``."""
+
+    def stored(x: np.ndarray, name: str) -> np.ndarray:
+        kept = rounding.operands.get(name, "float32")
         return x if kept == "float32" else stochastic_round(x, BITS[kept], rng)
 
     return stored

@@ -16,10 +16,14 @@ __all__ = [
     "ConvKind",
     "GateKind",
     "Meta",
+    "NormKind",
     "Options",
+    "PoolKind",
     "Problem",
     "Result",
     "Signature",
+    "UpdateOptions",
+    "UpdateResult",
 ]
 
 Array = Any
@@ -48,6 +52,40 @@ class ConvKind(NamedTuple):
     channels: int
 
 
+class NormKind(NamedTuple):
+    """The output norm of a mixer call, RMS norm over a value head; activation of its gate z, or None without one."""
+
+    eps: float
+    activation: str | None
+
+
+class UpdateOptions(NamedTuple):
+    """What the caller of an update asked for: tokens then come ragged, [T, ...], and states lie in a pool."""
+
+    window: int | None = None
+    checkpoint_every: int | None = None
+
+
+class PoolKind(NamedTuple):
+    """The pool of an update, and what the update does with it.
+
+    Attributes:
+        slots: S, slot 0 among them, which holds nothing.
+        room: R, the tokens that can wait in a slot until they are accepted.
+        window: rows of at most so many tokens wait; 0 commits every token at once.
+        state_dtype: that of the recurrent states as they are stored.
+        checkpoint_every: tokens between checkpoints, or 0.
+        columns: P, slots a row for checkpoints.
+    """
+
+    slots: int
+    room: int
+    window: int
+    state_dtype: str
+    checkpoint_every: int
+    columns: int
+
+
 class Options(NamedTuple):
     """What the caller asked for beside the operands; the defaults are those of ``gated_delta_rule``."""
 
@@ -63,6 +101,8 @@ class Options(NamedTuple):
     conv_activation: str | None = None
     num_heads: int | None = None  # mixer only: key heads H
     key_dim: int | None = None  # mixer with one array only: K
+    norm: NormKind | None = None  # mixer only
+    update: UpdateOptions | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +110,8 @@ class Signature:
     """A call without its arrays.
 
     Dimensions: B rows, T tokens, N states, H key heads, HV value heads, K key and V value channels, ``groups`` decays
-    a value head (0: no decay). ``library`` is "numpy", "torch" or "jax"; ``device`` the platform ("cpu", "cuda", ...),
+    a value head (0: no decay). Of an update of a pool (``update`` says which) B is 1, T counts the ragged tokens and N
+    the rows of its batch. ``library`` is "numpy", "torch" or "jax"; ``device`` the platform ("cpu", "cuda", ...),
     or "traced" where it is not known yet. ``operands`` names the arrays that are there, in order.
     """
 
@@ -97,6 +138,8 @@ class Signature:
     deterministic: bool
     step: bool
     conv: ConvKind | None
+    norm: NormKind | None = None
+    update: PoolKind | None = None
 
     def __post_init__(self) -> None:
         key = tuple(getattr(self, f.name) for f in fields(self))
@@ -151,3 +194,11 @@ class Result(NamedTuple):
     o: Array
     state: Array | None = None
     conv_state: Array | None = None
+
+
+class UpdateResult(NamedTuple):
+    """What a backend returns from an update: o [T, HV, V] in v's dtype, and the pool's arrays by their names among the
+    operands."""
+
+    o: Array
+    pool: dict[str, Array]

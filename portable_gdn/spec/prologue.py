@@ -1,4 +1,5 @@
-"""What lies before the rule, for arrays of any library: convolution, l2 norm, gates, masks, layouts, float32.
+"""What lies around the rule, for arrays of any library: before it convolution, l2 norm, gates, masks, layouts, float32;
+behind it the output's norm and gate.
 
 Backends with automatic derivatives call ``prepare`` inside their compiled or recorded function, so that its gradient
 comes by itself; what remains behind it is the bare rule.
@@ -9,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .conv import convolve, final_state
+from .conv import convolve, convolve_one, final_state
 from .gates import activate_gate, l2norm
+from .norm import gated_norm
 from .problem import Signature
 from .sequences import layout, segment_starts
 from .stages import Array, Namespace
 
-__all__ = ["Prepared", "finish", "gates", "masked", "prepare", "starts", "swap_state"]
+__all__ = ["Prepared", "finish", "gates", "masked", "normed", "prepare", "starts", "swap_state"]
 
 
 class Prepared(NamedTuple):
@@ -38,10 +40,20 @@ class Prepared(NamedTuple):
 
 
 def finish(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Array:
-    """The rule's float32 output as the call returns it: 0 at masked tokens, in the dtype of the inputs."""
+    """The rule's output as the call returns it: normed and gated, 0 at masked tokens, in the dtype of the inputs."""
+    if s.norm is not None:
+        o = normed(xp, s, x, o)
     if "mask" in x:
         o = xp.where(x["mask"][..., None, None], o, xp.zeros_like(o))
     return xp.astype(o, getattr(xp, s.dtype), copy=False)
+
+
+def normed(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Array:
+    """A mixer's output norm and gate of o [..., HV, V], of one axis for all tokens or none in a step; in float32."""
+    assert s.norm is not None
+    o = xp.astype(o, xp.float32, copy=False)
+    z = xp.reshape(_real(xp, s, x, "z"), o.shape) if s.has("z") else None
+    return gated_norm(xp, o, _parameter(xp, x, "norm_weight"), z, s.norm.eps, s.norm.activation)
 
 
 def swap_state(xp: Namespace, s: Signature, state: Array) -> Array:
@@ -107,11 +119,15 @@ def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
         q, k, v = real("q"), real("k"), real("v")
     else:
         channels = real("qkv") if s.conv.fused else xp.concat([real("q"), real("k"), real("v")], axis=-1)
-        place = layout(xp, channels, x.get("cu_seqlens"), x.get("segment_ids"), mask)
         before = _parameter(xp, x, "conv_state")
         weight = xp.reshape(_parameter(xp, x, "conv_weight"), (s.conv.channels, s.conv.width))
-        y = convolve(xp, channels, weight, _parameter(xp, x, "conv_bias"), s.conv.activation, place, before)
-        conv_state = final_state(xp, channels, place, before, s.conv.width)
+        bias = _parameter(xp, x, "conv_bias")
+        if s.step:
+            y, conv_state = convolve_one(xp, channels, weight, bias, s.conv.activation, before)
+        else:
+            place = layout(xp, channels, x.get("cu_seqlens"), x.get("segment_ids"), mask)
+            y = convolve(xp, channels, weight, bias, s.conv.activation, place, before)
+            conv_state = final_state(xp, channels, place, before, s.conv.width)
         if mask is not None:
             y = xp.where(mask[..., None], y, xp.zeros_like(y))
         keys = s.H * s.K

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from .checks import dtype, expect, rank, shape_of
 from .errors import GdnError, bad
-from .operands import GATES, OPERANDS
+from .norm import ACTIVATIONS
+from .operands import GATES
 from .precision import PRECISIONS
-from .problem import ConvKind, Meta, Options, Signature
+from .problem import ConvKind, Meta, NormKind, Options, Signature
+from .slots import batch_rows, pool_kind
 from .variants import Granularity, Variant
 
 __all__ = ["check_boundaries", "make_signature"]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(str(n) for n in shape) + "]"
-
-
-def _expect(meta: Mapping[str, Meta], name: str, shape: tuple[int, ...], form: str) -> None:
-    given = meta[name].shape
-    if tuple(given) != shape:
-        raise bad(name, f"of shape {_shape(given)}", f"have shape {form} = {_shape(shape)}")
-
-
-def _rank(meta: Mapping[str, Meta], name: str, form: str) -> tuple[int, ...]:
-    shape = meta[name].shape
-    if len(shape) != form.count(",") + 1:
-        raise bad(name, f"of shape {_shape(shape)}", f"have {form.count(',') + 1} dimensions, {form}")
-    return shape
-
-
-def _dtype(meta: Mapping[str, Meta], *names: str) -> None:
-    for name in names:
-        allowed = OPERANDS[name].dtypes
-        if name in meta and meta[name].dtype not in allowed:
-            raise bad(name, f"of dtype {meta[name].dtype}", f"be one of {', '.join(allowed)}")
 
 
 def make_signature(library: str, device: str, meta: Mapping[str, Meta], options: Options) -> Signature:
@@ -56,29 +36,30 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         GdnError: the first rule that does not hold.
     """
     _check_options(options)
-    token = "" if options.step else "T, "
+    tokens = "T" if options.update else "B" if options.step else "B, T"
     conv = None
     if "conv_weight" in meta:
-        conv, (B, T, H, HV, K, V), dtype = _mixer_dims(meta, options)
+        conv, lead, (H, HV, K, V), inputs = _mixer_dims(meta, options, tokens)
     else:
-        (B, T, H, HV, K, V), dtype = _rule_dims(meta, options.step)
-    time = () if options.step else (T,)
+        lead, (H, HV, K, V), inputs = _rule_dims(meta, tokens)
+    B, T = lead if len(lead) == 2 else (1, *lead) if options.update else (*lead, 1)
 
-    groups, decay = _decay(meta, (B, *time, HV), K, f"[B, {token}HV")
-    erase, write = _write_gates(meta, (B, *time, HV), K, V, f"[B, {token}HV")
-    N = _sequences(meta, B, T, options.step)
+    groups, decay = _decay(meta, (*lead, HV), K, f"[{tokens}, HV")
+    erase, write = _write_gates(meta, (*lead, HV), K, V, f"[{tokens}, HV")
+    N = batch_rows(meta) if options.update else _sequences(meta, B, T, options.step)
     _gate_parameters(meta, options, HV, groups)
     _initial_state(meta, options, (N, HV, K, V))
     if "conv_state" in meta:
         assert conv is not None
-        _expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
-        _dtype(meta, "conv_state")
+        expect(meta, "conv_state", (N, conv.width - 1, conv.channels), "[N, W - 1, channels]")
+        dtype(meta, "conv_state")
+    _output_norm(meta, options.norm, (*lead, HV, V), f"[{tokens}, HV")
     if K < 1 or V < 1 or H < 1 or HV < 1:
         raise GdnError(
             f"q, k, v have no heads or channels (H = {H}, HV = {HV}, K = {K}, V = {V}); each must be at least 1."
         )
-    precision = options.precision or ("highest" if dtype == "float32" else "default")
-    return Signature(
+    precision = options.precision or ("highest" if inputs == "float32" else "default")
+    signature = Signature(
         library=library,
         device=device,
         operands=tuple(meta),
@@ -90,7 +71,7 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         K=K,
         V=V,
         groups=groups,
-        dtype=dtype,
+        dtype=inputs,
         variant=Variant(decay, erase, write),
         scale=K**-0.5 if options.scale is None else float(options.scale),
         output_final_state=bool(options.output_final_state),
@@ -102,7 +83,11 @@ def make_signature(library: str, device: str, meta: Mapping[str, Meta], options:
         deterministic=bool(options.deterministic),
         step=options.step,
         conv=conv,
+        norm=options.norm,
     )
+    if options.update is None:
+        return signature
+    return replace(signature, update=pool_kind(signature, options.update, meta))
 
 
 def _check_options(options: Options) -> None:
@@ -124,37 +109,38 @@ def _check_options(options: Options) -> None:
         raise bad("gate.lower_bound", repr(bound), "lie in [-5, 0)")
 
 
-def _rule_dims(meta: Mapping[str, Meta], step: bool) -> tuple[tuple[int, int, int, int, int, int], str]:
-    form = "[B, H, K]" if step else "[B, T, H, K]"
-    q = _rank(meta, "q", form)
-    _expect(meta, "k", tuple(q), form + " like q")
-    v = _rank(meta, "v", form.replace("H, K", "HV, V"))
+def _rule_dims(meta: Mapping[str, Meta], tokens: str) -> tuple[tuple[int, ...], tuple[int, int, int, int], str]:
+    """Sizes of the leading axes, which ``tokens`` names; H, HV, K and V; and the dtype of q, k and v."""
+    form = f"[{tokens}, H, K]"
+    q = rank(meta, "q", form)
+    expect(meta, "k", tuple(q), form + " like q")
+    v = rank(meta, "v", form.replace("H, K", "HV, V"))
     if v[:-2] != q[:-2]:
         raise bad(
             "v",
-            f"of shape {_shape(v)}",
-            f"agree with q in all but heads and channels, {_shape((*q[:-2],))[:-1]}, HV, V]",
+            f"of shape {shape_of(v)}",
+            f"agree with q in all but heads and channels, {shape_of((*q[:-2],))[:-1]}, HV, V]",
         )
     H, HV = q[-2], v[-2]
     if H and HV % H:
         raise bad("v", f"of {HV} heads", f"have a multiple of the {H} heads of q and k")
-    dtype = _common_dtype(meta, ("q", "k", "v"))
-    return (q[0], 1 if step else q[1], H, HV, q[-1], v[-1]), dtype
+    return tuple(q[:-2]), (H, HV, q[-1], v[-1]), _common_dtype(meta, ("q", "k", "v"))
 
 
 def _common_dtype(meta: Mapping[str, Meta], names: tuple[str, ...]) -> str:
-    _dtype(meta, *names)
-    dtype = meta[names[0]].dtype
+    dtype(meta, *names)
+    common = meta[names[0]].dtype
     for name in names[1:]:
-        if meta[name].dtype != dtype:
-            raise bad(name, f"of dtype {meta[name].dtype}", f"have the dtype of {names[0]}, {dtype}")
-    return dtype
+        if meta[name].dtype != common:
+            raise bad(name, f"of dtype {meta[name].dtype}", f"have the dtype of {names[0]}, {common}")
+    return common
 
 
 def _mixer_dims(
-    meta: Mapping[str, Meta], options: Options
-) -> tuple[ConvKind, tuple[int, int, int, int, int, int], str]:
-    """Dimensions of a mixer call, whose q, k, v are channels before the convolution."""
+    meta: Mapping[str, Meta], options: Options, tokens: str
+) -> tuple[ConvKind, tuple[int, ...], tuple[int, int, int, int], str]:
+    """What ``_rule_dims`` tells, of a mixer call, whose q, k, v are channels before the convolution."""
+    axes = len(tokens.split(", "))
     fused = "qkv" in meta
     H = options.num_heads
     if not isinstance(H, int) or H < 1:
@@ -162,13 +148,17 @@ def _mixer_dims(
     gates = [name for name in GATES if name in meta]
     if not gates:
         raise GdnError("g, beta, erase and write are all None; a mixer call needs one of them to know its value heads.")
-    if len(meta[gates[0]].shape) < 3:
-        raise bad(gates[0], f"of shape {_shape(meta[gates[0]].shape)}", "have at least 3 dimensions, [B, T, HV]")
-    HV = meta[gates[0]].shape[2]
+    if len(meta[gates[0]].shape) <= axes:
+        raise bad(
+            gates[0],
+            f"of shape {shape_of(meta[gates[0]].shape)}",
+            f"have at least {axes + 1} dimensions, [{tokens}, HV]",
+        )
+    HV = meta[gates[0]].shape[axes]
     if HV < 1 or HV % H:
         raise bad(gates[0], f"for {HV} value heads", f"have a positive multiple of num_heads = {H} of them")
     if fused:
-        B, T, channels = _rank(meta, "qkv", "[B, T, channels]")
+        *lead, channels = rank(meta, "qkv", f"[{tokens}, channels]")
         K = options.key_dim
         if not isinstance(K, int) or K < 1:
             raise bad(
@@ -181,45 +171,49 @@ def _mixer_dims(
             )
         V = rest // HV
     else:
-        B, T, width = _rank(meta, "q", "[B, T, H * K]")
-        _expect(meta, "k", (B, T, width), "[B, T, H * K] like q")
-        v = _rank(meta, "v", "[B, T, HV * V]")
-        if tuple(v[:2]) != (B, T):
-            raise bad("v", f"of shape {_shape(v)}", f"agree with q in B and T, [{B}, {T}, HV * V]")
-        if width % H or v[2] % HV or not width or not v[2]:
+        *lead, width = rank(meta, "q", f"[{tokens}, H * K]")
+        expect(meta, "k", (*lead, width), f"[{tokens}, H * K] like q")
+        *before, values = rank(meta, "v", f"[{tokens}, HV * V]")
+        if before != lead:
+            raise bad(
+                "v",
+                f"of shape {shape_of((*before, values))}",
+                f"agree with q in all but channels, {shape_of(tuple(lead))[:-1]}, HV * V]",
+            )
+        if width % H or values % HV or not width or not values:
             raise GdnError(
-                f"q has {width} and v {v[2]} channels; "
+                f"q has {width} and v {values} channels; "
                 f"they must be positive multiples of num_heads = {H} and HV = {HV}."
             )
-        K, V = width // H, v[2] // HV
+        K, V = width // H, values // HV
         if options.key_dim not in (None, K):
             raise bad("key_dim", repr(options.key_dim), f"be None or {K}, the channels of q divided by num_heads")
-        channels = 2 * width + v[2]
-    dtype = _common_dtype(meta, ("qkv",) if fused else ("q", "k", "v"))
+        channels = 2 * width + values
+    inputs = _common_dtype(meta, ("qkv",) if fused else ("q", "k", "v"))
     weight = meta["conv_weight"].shape
     if len(weight) not in (2, 3) or (len(weight) == 3 and weight[1] != 1) or weight[0] != channels or weight[-1] < 1:
         raise bad(
             "conv.weight",
-            f"of shape {_shape(weight)}",
+            f"of shape {shape_of(weight)}",
             f"have shape [channels, W] = [{channels}, W] with W >= 1, or [channels, 1, W]",
         )
     if "conv_bias" in meta:
-        _expect(meta, "conv_bias", (channels,), "[channels]")
-    _dtype(meta, "conv_weight", "conv_bias")
+        expect(meta, "conv_bias", (channels,), "[channels]")
+    dtype(meta, "conv_weight", "conv_bias")
     if options.conv_activation not in (None, "silu"):
         raise bad("conv.activation", repr(options.conv_activation), "be 'silu' or None")
-    return ConvKind(weight[-1], options.conv_activation, fused, channels), (B, T, H, HV, K, V), dtype
+    return ConvKind(weight[-1], options.conv_activation, fused, channels), tuple(lead), (H, HV, K, V), inputs
 
 
 def _decay(meta: Mapping[str, Meta], lead: tuple[int, ...], K: int, form: str) -> tuple[int, Granularity]:
     if "g" not in meta:
         return 0, Granularity.NONE
-    _dtype(meta, "g")
+    dtype(meta, "g")
     shape = meta["g"].shape
     if len(shape) not in (len(lead), len(lead) + 1):
-        raise bad("g", f"of shape {_shape(shape)}", f"have shape {form}], {form}, n] or {form}, K]")
+        raise bad("g", f"of shape {shape_of(shape)}", f"have shape {form}], {form}, n] or {form}, K]")
     if shape[: len(lead)] != lead:
-        raise bad("g", f"of shape {_shape(shape)}", f"begin with {form}] = {_shape(lead)}")
+        raise bad("g", f"of shape {shape_of(shape)}", f"begin with {form}] = {shape_of(lead)}")
     n = 1 if len(shape) == len(lead) else shape[-1]
     if n < 1 or K % n:
         raise bad("g", f"of {n} decays a head", f"have a number of them that divides K = {K}")
@@ -235,21 +229,21 @@ def _write_gates(
         for other in ("erase", "write"):
             if other in meta:
                 raise GdnError(f"beta and {other} are both given; give beta alone, or erase and write without beta.")
-        _dtype(meta, "beta")
-        _expect(meta, "beta", lead, form + "]")
+        dtype(meta, "beta")
+        expect(meta, "beta", lead, form + "]")
         return Granularity.HEAD, Granularity.HEAD
     found = []
     for name, channels, letter in (("erase", K, "K"), ("write", V, "V")):
         if name not in meta:
             found.append(Granularity.NONE)
             continue
-        _dtype(meta, name)
+        dtype(meta, name)
         shape = tuple(meta[name].shape)
         if shape not in (lead, (*lead, channels)):
             raise bad(
                 name,
-                f"of shape {_shape(shape)}",
-                f"have shape {form}, {letter}] = {_shape((*lead, channels))} or {form}] = {_shape(lead)}",
+                f"of shape {shape_of(shape)}",
+                f"have shape {form}, {letter}] = {shape_of((*lead, channels))} or {form}] = {shape_of(lead)}",
             )
         found.append(Granularity.HEAD if shape == lead else Granularity.CHANNEL)
     return found[0], found[1]
@@ -262,30 +256,30 @@ def _sequences(meta: Mapping[str, Meta], B: int, T: int, step: bool) -> int:
     if "segment_ids" in meta:
         if "cu_seqlens" in meta:
             raise GdnError("cu_seqlens and segment_ids are both given; give one of them.")
-        _dtype(meta, "segment_ids")
-        _expect(meta, "segment_ids", (B, T), "[B, T]")
+        dtype(meta, "segment_ids")
+        expect(meta, "segment_ids", (B, T), "[B, T]")
     if "mask" in meta:
-        _dtype(meta, "mask")
-        _expect(meta, "mask", (B, T), "[B, T]")
+        dtype(meta, "mask")
+        expect(meta, "mask", (B, T), "[B, T]")
     if "cu_seqlens" not in meta:
         return B
-    shape = _rank(meta, "cu_seqlens", "[N + 1]")
-    _dtype(meta, "cu_seqlens")
+    shape = rank(meta, "cu_seqlens", "[N + 1]")
+    dtype(meta, "cu_seqlens")
     if B != 1:
         raise bad("cu_seqlens", f"given for B = {B} rows", "come with B = 1: packed sequences share one row")
     if shape[0] < 2:
-        raise bad("cu_seqlens", f"of shape {_shape(shape)}", "hold N + 1 >= 2 boundaries")
+        raise bad("cu_seqlens", f"of shape {shape_of(shape)}", "hold N + 1 >= 2 boundaries")
     return shape[0] - 1
 
 
 def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups: int) -> None:
-    _dtype(meta, "A_log", "dt_bias")
+    dtype(meta, "A_log", "dt_bias")
     if options.gate is None:
         return
     if "g" not in meta:
         raise bad("g", "None", "be the raw projection that the gate activates")
     if "A_log" in meta:
-        _expect(meta, "A_log", (HV,), "[HV]")
+        expect(meta, "A_log", (HV,), "[HV]")
     elif options.gate.lower_bound is None:
         raise bad("gate.A_log", "None", "be an array [HV]")
     if "dt_bias" in meta:
@@ -294,9 +288,43 @@ def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups
         if shape not in allowed:
             raise bad(
                 "gate.dt_bias",
-                f"of shape {_shape(shape)}",
+                f"of shape {shape_of(shape)}",
                 f"have shape [HV * n] = [{HV * groups}] or [HV, n] = [{HV}, {groups}]",
             )
+
+
+def _output_norm(meta: Mapping[str, Meta], norm: NormKind | None, shape: tuple[int, ...], form: str) -> None:
+    """The norm's parameters and its gate, against the shape of the output."""
+    *lead, HV, V = shape
+    if norm is None:
+        if "z" in meta:
+            raise bad("z", "given without output_norm", "come with output_norm=portable_gdn.GatedRMSNorm(...)")
+        return
+    if not isinstance(norm.eps, Real) or not 0 < norm.eps < math.inf:
+        raise bad("output_norm.eps", repr(norm.eps), "be a finite number above 0")
+    if norm.activation not in (None, *ACTIVATIONS):
+        raise bad("output_norm.activation", repr(norm.activation), "be None, 'silu' or 'sigmoid'")
+    if norm.activation is None and "z" in meta:
+        raise bad("z", "given with output_norm.activation None", "be left out of a norm without a gate")
+    if norm.activation is not None and "z" not in meta:
+        raise bad(
+            "z",
+            f"None with output_norm.activation {norm.activation!r}",
+            f"be an array {form}, V]; a norm without a gate has activation None",
+        )
+    if "norm_weight" in meta:
+        given = tuple(meta["norm_weight"].shape)
+        if given != (V,):
+            raise bad("output_norm.weight", f"of shape {shape_of(given)}", f"have shape [V] = [{V}]")
+    if "z" in meta:
+        given = tuple(meta["z"].shape)
+        if given not in (shape, (*lead, HV * V)):
+            raise bad(
+                "z",
+                f"of shape {shape_of(given)}",
+                f"have shape {form}, V] = {shape_of(shape)} or {form} * V] = {shape_of((*lead, HV * V))}",
+            )
+    dtype(meta, "z", "norm_weight")
 
 
 def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, int, int, int]) -> None:
@@ -316,8 +344,8 @@ def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, 
     hint = f" (it looks like state_layout={other!r})" if tuple(given.shape) == shape else ""
     raise bad(
         name,
-        f"of shape {_shape(given.shape)}{hint}",
-        f"have shape {form} = {_shape(want)} for state_layout={options.state_layout!r}",
+        f"of shape {shape_of(given.shape)}{hint}",
+        f"have shape {form} = {shape_of(want)} for state_layout={options.state_layout!r}",
     )
 
 

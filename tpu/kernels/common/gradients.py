@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["Cotangents", "Kept", "RuleGradients"]
+__all__ = ["Cotangents", "Kept", "NormOperands", "RuleGradients"]
 
 Array = Any
 
@@ -17,6 +17,14 @@ class Cotangents(NamedTuple):
 
     dO: Array
     dS: Array
+
+
+class NormOperands(NamedTuple):
+    """What an output norm read: o and z [B, T, HV V], z None without a gate; weight [V] float32."""
+
+    o: Array
+    z: Array | None
+    weight: Array
 
 
 class RuleGradients(NamedTuple):

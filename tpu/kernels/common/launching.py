@@ -36,13 +36,14 @@ class Launch(NamedTuple):
 
     name: the kernel's in profiles. grid: groups of heads or parts, which cores may share, and steps, in order.
     vmem_limit: bytes of VMEM, or None for the compiler's own limit. interpret: False, True (generic) or
-    ``pltpu.InterpretParams``.
+    ``pltpu.InterpretParams``. aliased: numbers of an operand and the result that takes its memory, in pairs.
     """
 
     name: str
     grid: tuple[int, int]
     vmem_limit: int | None
     interpret: Any
+    aliased: tuple[tuple[int, int], ...] = ()
 
 
 def launch(
@@ -80,6 +81,7 @@ def launch(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=how.vmem_limit
         ),
+        input_output_aliases={operand + len(prefetched): result for operand, result in how.aliased},
         interpret=how.interpret,
     )(*prefetched, *(block.array for block in given))
     return jax.tree.unflatten(trees[1], out)

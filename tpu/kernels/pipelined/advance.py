@@ -87,6 +87,9 @@ class _Output:
     def add(self, i: int, o: Array) -> None:
         """A value head's output in whole tiles [C, lanes]."""
         values = self.p.values
+        if values[i].whole:
+            self.chunk.put_head(i, o)
+            return
         for n in range(values[i].tiles):
             number, part = values[i].first + n, o[:, n * LANES : (n + 1) * LANES]
             self.tiles[number] = self.tiles[number] + part if number in self.tiles else part

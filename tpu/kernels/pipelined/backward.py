@@ -25,6 +25,7 @@ cancel, and is taken wherever b is not 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,14 +35,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..common.gradients import Cotangents, Kept, RuleGradients
+from ..common.gradients import Cotangents, Kept, NormOperands, RuleGradients
 from ..common.interleaving import interleave
 from ..common.launching import Block, Launch, launch
 from ..common.registers import F32, divided
 from ..common.tiles import CHUNK
 from .backward_chunk import BackwardChunk
 from .backward_plan import Reverse
-from .backward_refs import Inputs, Outputs, Refs
+from .backward_refs import Inputs, NormInputs, Outputs, Refs
 
 __all__ = ["ReverseOperands", "reverse"]
 
@@ -58,6 +59,12 @@ def _kernel(p: Reverse, table: None, x: Inputs, out: Outputs, dSt: Ref) -> None:
     @pl.when(step == 0)
     def _() -> None:
         dSt[...] = x.dS_last[0]
+
+    if out.norm_sums is not None:
+
+        @pl.when(pl.program_id(1) == 0)
+        def _() -> None:
+            out.norm_sums[...] = jnp.zeros(out.norm_sums.shape, F32)
 
     for together in _order(p, Refs(x, out, dSt), step):
         interleave(together)
@@ -82,12 +89,13 @@ def _order(p: Reverse, refs: Refs, step: Array) -> list[list[Iterator[None]]]:
 
 
 class ReverseOperands(NamedTuple):
-    """q, k: [B, T, H, 128] bfloat16; g, b: log decay and gate, [B, T, HV] float32."""
+    """q, k: [B, T, H, 128] bfloat16; g, b: log decay and gate, [B, T, HV] float32; norm: where the plan has one."""
 
     q: Array
     k: Array
     g: Array
     b: Array
+    norm: NormOperands | None = None
 
 
 def _blocks(
@@ -122,10 +130,18 @@ def _blocks(
         dS_last=Block(jnp.swapaxes(d.dS, -1, -2), state),
     )
     shape = jax.ShapeDtypeStruct
+    dz = sums = None
+    if x.norm is not None:
+        o, z, weight = x.norm
+        whole = pl.BlockSpec((1, C), lambda part, entry: (0, 0))
+        gate_of_output = None if z is None else Block(z, values)
+        operands = replace(operands, norm=NormInputs(Block(o, values), gate_of_output, Block(weight[None], whole)))
+        dz = None if z is None else Block(shape(z.shape, z.dtype), values)
+        sums = Block(shape((p.parts, 8, C), F32), pl.BlockSpec((1, 8, C), lambda part, entry: (part, 0, 0)))
     dkeys = Block(shape((p.B, p.T, p.groups * p.P * C), dtypes[0]), keys)
     dvalues = Block(shape((p.B, p.T, p.groups * p.heads * C), dtypes[1]), values)
     dgate = Block(shape((p.B, p.groups, p.heads, p.T), F32), gate)
-    results = Outputs(dkeys, dkeys, dvalues, dgate, dgate, Block(shape(d.dS.shape, F32), state))
+    results = Outputs(dkeys, dkeys, dvalues, dgate, dgate, Block(shape(d.dS.shape, F32), state), dz, sums)
     return operands, results
 
 
@@ -137,15 +153,16 @@ def reverse(
     *,
     dtypes: tuple[Any, Any],
     interpret: Any = False,
-) -> RuleGradients:
-    """Cotangents of the bare rule's operands.
+) -> tuple[RuleGradients, Array | None, Array | None]:
+    """Cotangents of the bare rule's operands, and with a norm those of its z [B, T, HV 128], if there is one, and of
+    its weight [128] float32.
 
     Args:
         p: the plan.
         operands: q, k and the gates.
         kept: what the pipeline kept of each chunk: S, the state at its start [B, chunks, HV, 128, 128] float32, and M
             and u [B, chunks, HV, summands, 128, 128] bfloat16.
-        cotangents: dO bfloat16, and dS.
+        cotangents: dO, bfloat16 or, with a norm, whose cotangent it then is, any float; and dS.
         dtypes: of the gradients of q and k, and of v.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
     """
@@ -155,4 +172,6 @@ def reverse(
     heads = lambda a: jnp.reshape(a, (p.B, p.T, -1, C))  # noqa: E731
     per_head = lambda a: jnp.swapaxes(jnp.reshape(a, (p.B, -1, p.T)), 1, 2)[..., None]  # noqa: E731
     tokens = [heads(a) for a in (d.dq, d.dk, d.dv)]
-    return RuleGradients(*tokens, (per_head(d.dg), per_head(d.db)), jnp.swapaxes(d.dS_first, -1, -2))
+    d_weight = None if d.norm_sums is None else jnp.sum(d.norm_sums, (0, 1)) * C**0.5
+    rule = RuleGradients(*tokens, (per_head(d.dg), per_head(d.db)), jnp.swapaxes(d.dS_first, -1, -2))
+    return rule, d.dz, d_weight

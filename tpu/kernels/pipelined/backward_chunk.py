@@ -166,7 +166,7 @@ class BackwardChunk:
                 both = dot(jnp.concatenate([q, k], 0), kt)
                 qk, kq = both[:C] * p.scale, dot(k, qt) * p.scale
                 self.keys_of.append(_KeyHead(q, k, qt, kt, qk, kq, jnp.where(self.col > self.row, both[C:], 0.0)))
-            self.dOt.append(self.memory.tokens(x.dO, i).T)
+            self.dOt.append(self.memory.output_cotangent(i).T)
             self.G.append(self._spread(_G, i))
             self.u.append(self.memory.solved(x.u, i))
             yield

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..common.norm import norm_gradients
 from ..common.registers import BF16, F32, iota
 from ..common.summands import Parts
 from ..common.tiles import CHUNK, LANES
@@ -31,6 +32,25 @@ class BackwardMemory:
         if self.p.tail:
             a = jnp.where(self.row + self.first < self.p.T, a.astype(F32), 0.0)
         return a.astype(BF16)
+
+    def output_cotangent(self, i: int) -> Array:
+        """The cotangent of a value head's output [C, 128] bfloat16, behind the norm's if there is one."""
+        p, x = self.p, self.refs.x
+        if p.norm is None or x.norm is None:
+            return self.tokens(x.dO, i)
+        o, dy = (self._wide(ref, i) for ref in (x.norm.o, x.dO))
+        z = None if x.norm.z is None else self._wide(x.norm.z, i)
+        d = norm_gradients(p.norm, o, x.norm.weight[...], z, dy)
+        if self.refs.out.dz is not None and d.z is not None:
+            self.put(self.refs.out.dz, i, d.z.astype(self.refs.out.dz.dtype))
+        assert self.refs.out.norm_sums is not None
+        self.refs.out.norm_sums[0] += jnp.sum(jnp.reshape(d.weight, (-1, 8, LANES)), 0)
+        return d.o.astype(BF16)
+
+    def _wide(self, ref: Ref, i: int) -> Array:
+        """A value head [C, 128] float32, tokens beyond T 0."""
+        a = ref[0, self._here, i * LANES : (i + 1) * LANES].astype(F32)
+        return jnp.where(self.row + self.first < self.p.T, a, 0.0) if self.p.tail else a
 
     def gates(self) -> tuple[Array, Array]:
         """g and b [heads, C], tokens beyond T 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....spec.problem import Signature
+from ....spec.problem import NormKind, Signature
 from ...chips import Chip
 from ..common.buffers import Buffer, bytes_of
 from ..common.gate_widths import ONE_GATE, widths
@@ -24,7 +24,8 @@ class Reverse(NamedTuple):
     """The static numbers of the backward kernel that belongs to the pipeline.
 
     B rows, T tokens; P key heads and R value heads a key head in a grid step, U chunks in it; groups of heads; parts
-    that cores share; summands of what products keep; scale; bytes of an element of dq, dk and dv, at most.
+    that cores share; summands of what products keep; scale; bytes of an element of dq, dk and dv, at most; norm of the
+    output, whose cotangents begin the kernel, or None.
     """
 
     B: int
@@ -37,6 +38,7 @@ class Reverse(NamedTuple):
     summands: int
     scale: float
     bytes: int
+    norm: NormKind | None = None
 
     @property
     def heads(self) -> int:
@@ -72,6 +74,7 @@ class Reverse(NamedTuple):
             Buffer("q, k", keys, "bfloat16", 2),
             Buffer("dq, dk", keys, made, 2),
             Buffer("dO", values, "bfloat16"),
+            *([] if self.norm is None else [Buffer("o, z, dz", values, "float32", 3)]),
             Buffer("dv", values, made),
             Buffer("S", (self.U, *self.square), "float32"),
             Buffer("M, u", (self.U, self.summands, *self.square), "bfloat16", 2),
@@ -114,6 +117,7 @@ def reverse_plan(s: Signature, chip: Chip) -> tuple[Pipeline, Reverse] | None:
         summands=line.summands,
         scale=s.scale,
         bytes=2 if s.dtype == "bfloat16" and s.conv is None and not s.qk_l2norm else 4,
+        norm=line.norm,
     )
     return (line, p) if p.vmem <= chip.vmem_bytes else None
 

@@ -24,7 +24,9 @@ from .prologue import HISTORY
 from .refs import Inputs, Outputs, Scratch, TokenInputs, UnitScratch, Windows
 from .slots import slot
 
-__all__ = ["Channels", "GateOperands", "Prologue", "TokenOperands", "input_blocks", "output_blocks", "scratch"]
+__all__ = [
+    "Channels", "Epilogue", "GateOperands", "Prologue", "TokenOperands", "input_blocks", "output_blocks", "scratch",
+]  # fmt: skip
 
 Array = Any
 #: Row, group of heads, block of tokens and state of what a grid step works on, as numbers of blocks.
@@ -65,6 +67,13 @@ class GateOperands(NamedTuple):
     b: Array | None
     w: Array | None
     parameters: Array | None
+
+
+class Epilogue(NamedTuple):
+    """What an output norm inside needs: its weight [V] float32; its gate z [B, T, HV V], or None."""
+
+    weight: Array
+    z: Array | None
 
 
 def _place(p: Pipeline, u: int | None, when: Any, part: Array, entry: Array, *table: Any) -> Place:
@@ -158,7 +167,12 @@ def _parameter_block(blocks: _Blocks, parameters: Array) -> Block:
 
 
 def input_blocks(
-    p: Pipeline, tokens: TokenOperands, gates: GateOperands, S: Array | None, prologue: Prologue | None
+    p: Pipeline,
+    tokens: TokenOperands,
+    gates: GateOperands,
+    S: Array | None,
+    prologue: Prologue | None,
+    epilogue: Epilogue | None = None,
 ) -> Inputs:
     """All operands of the kernel; as of ``forward.forward``."""
     blocks = _Blocks(p)
@@ -171,11 +185,16 @@ def input_blocks(
     first = None
     if p.starts or not p.packed:
         first = blocks.each(S, (1, p.heads, p.K, p.V), late, lambda r, h, c, n: (n, h, 0, 0))
-    return Inputs(q, k, v, g, b, w, parameters, first)
+    z = weight = None
+    if epilogue is not None:
+        weight = Block(epilogue.weight[None], pl.BlockSpec((1, p.V), lambda *at: (0, 0)))
+        if epilogue.z is not None:
+            z = blocks.channels(Channels(epilogue.z, 0), widths[2], blocks.tokens, late, _by_token)
+    return Inputs(q, k, v, g, b, w, parameters, first, z, weight)
 
 
-def output_blocks(p: Pipeline, dtype: Any) -> Outputs:
-    """All results of the kernel; dtype: of o."""
+def output_blocks(p: Pipeline, dtypes: tuple[Any, Any]) -> Outputs:
+    """All results of the kernel; dtypes: of o, and of what is kept of it before its norm."""
     blocks, HV = _Blocks(p), p.groups * p.heads
 
     def block(array: Any, shape: tuple[int, ...], place: Callable[..., Any]) -> Block:
@@ -184,10 +203,11 @@ def output_blocks(p: Pipeline, dtype: Any) -> Outputs:
     state = (p.N or p.B, HV, p.K, p.V)
     if p.packed:  # what is sent by hand is not to lie in VMEM; whole blocks of the output, since they are sent as such
         by_hand = pl.BlockSpec(memory_space=pltpu.HBM)
-        o, final = Block(pltpu.HBM((p.blocks * CHUNK, HV * p.V), dtype), by_hand), Block(pltpu.HBM(state, F32), by_hand)
+        o, o_kept = (Block(pltpu.HBM((p.blocks * CHUNK, HV * p.V), dtype), by_hand) for dtype in dtypes)
+        final = Block(pltpu.HBM(state, F32), by_hand)
     else:
-        of_row = jax.ShapeDtypeStruct((p.B, p.T, HV * p.V), dtype)
-        o = block(of_row, (1, blocks.tokens, p.heads * p.V), _by_token)
+        of_row = lambda dtype: jax.ShapeDtypeStruct((p.B, p.T, HV * p.V), dtype)  # noqa: E731
+        o, o_kept = (block(of_row(dtype), (1, blocks.tokens, p.heads * p.V), _by_token) for dtype in dtypes)
         place = lambda r, h, c, n: (r, h, 0, 0)  # noqa: E731
         final = block(jax.ShapeDtypeStruct(state, F32), (1, p.heads, p.K, p.V), place)
     chunks = p.chunks if p.whole_steps else p.blocks + max(p.N - 1, 0)
@@ -197,7 +217,7 @@ def output_blocks(p: Pipeline, dtype: Any) -> Outputs:
         rest = (0,) * len(inner)
         array = jax.ShapeDtypeStruct((p.B, chunks, HV, *inner), of)
         kept[name] = block(array, (1, p.U, p.heads, *inner), lambda r, h, c, n, rest=rest: (r, c, h, *rest))
-    return Outputs(o, final, Kept(**kept))
+    return Outputs(o, final, Kept(**kept), o_kept if "o" in p.keeps else None)
 
 
 def scratch(p: Pipeline, dtype: Any) -> Scratch:

@@ -50,6 +50,6 @@ def advance(p: Pipeline, chunk: ChunkMemory, slot: ChannelSlot) -> Iterator[None
         u[i] = product(p, both, halves(p, u[i]))
         yield
     for i in heads:
-        chunk.put_output(i, (from_state[i][:C] + u[i][:C]) * p.scale)
+        chunk.put_head(i, (from_state[i][:C] + u[i][:C]) * p.scale)
         chunk.put_state(i, S[i] * total[i] + u[i][C:])
         yield

@@ -44,7 +44,7 @@ from ..common.launching import Launch, launch
 from ..common.registers import square_indices
 from ..common.tiles import CHUNK
 from . import advance, channel_advance, channel_scores, scores
-from .blocks import GateOperands, Prologue, TokenOperands, input_blocks, output_blocks, scratch
+from .blocks import Epilogue, GateOperands, Prologue, TokenOperands, input_blocks, output_blocks, scratch
 from .gates import StepGates
 from .geometry import Pipeline
 from .inverse import solve_16, solve_64, solve_128
@@ -151,11 +151,11 @@ def forward(
     S: Array | None,
     cu_seqlens: Array | None = None,
     *,
-    prologue: Prologue | None = None,
-    dtype: Any,
+    around: tuple[Prologue | None, Epilogue | None] = (None, None),
+    dtypes: tuple[Any, Any],
     interpret: Any = False,
 ) -> tuple[Array, Array, dict[str, Array]]:
-    """The rule, and before it what the plan has inside.
+    """The rule, and before and behind it what the plan has inside.
 
     Args:
         p: the plan.
@@ -163,19 +163,19 @@ def forward(
         gates: the gates.
         S: states that the sequences start from, [B or N, HV, K, V] float32; of packed ones None for zeros.
         cu_seqlens: [N + 1], where sequences are packed.
-        prologue: what a convolution inside takes, where there is one.
-        dtype: of o.
+        around: what a convolution inside takes, and an output norm inside, where there are such.
+        dtypes: of o, and of what is kept of it before its norm.
         interpret: False, True (generic) or ``pltpu.InterpretParams``.
 
     Returns:
         o [B, T, HV, V], the final states, and what the plan keeps of each chunk: S, the state before it, [B, chunks of
         a row, HV, K, V] or [1, entries of the table, HV, K, V]; and M, u, and Aqk without scale, [B, chunks, HV,
-        summands, 128, 128] bfloat16.
+        summands, 128, 128] bfloat16; and o before its norm, [B, T, HV V].
     """
-    operands = input_blocks(p, tokens, gates, S, prologue)
-    results = output_blocks(p, dtype)
+    operands = input_blocks(p, tokens, gates, S, *around)
+    results = output_blocks(p, dtypes)
     table = tb.chunk_table(p, cu_seqlens) if p.packed else None
     how = Launch("gated_delta_rule_pipeline", (p.parts, p.entries + 1), vmem(p), interpret)
-    out = launch(partial(_kernel, p), how, table, operands, results, scratch(p, dtype))
+    out = launch(partial(_kernel, p), how, table, operands, results, scratch(p, dtypes[0]))
     o = jnp.reshape(out.o[: p.T] if p.packed else out.o, (p.B, p.T, p.groups * p.heads, p.V))
-    return o, out.S_last, {name: getattr(out.kept, name) for name in p.keeps}
+    return o, out.S_last, {name: out.o_kept if name == "o" else getattr(out.kept, name) for name in p.keeps}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ....spec.problem import NormKind
 from ..common.gate_widths import Widths
 from ..common.tiles import CHUNK, LANES
 
@@ -64,7 +65,8 @@ class Pipeline(NamedTuple):
     value heads a key head in a grid step, U chunks of 128 tokens in it; groups of heads; parts that cores share;
     precision; scale; k_bytes and v_bytes of an element of q and k, and of v and o; wide_mxu: whether matrix units are
     256 x 256; starts: whether packed sequences begin from states that are given; keeps: what is returned of each chunk,
-    of "S", the state before it, "M", its inverse, "u" and "Aqk"; inside: what is done before the rule; widths of gates.
+    of "S", the state before it, "M", its inverse, "u" and "Aqk", and "o", the output before the norm; inside: what is
+    done before the rule; widths of gates; norm of the output, where it is inside, and the bytes of an element of its z.
     """
 
     B: int
@@ -86,6 +88,8 @@ class Pipeline(NamedTuple):
     keeps: tuple[str, ...]
     inside: Inside
     widths: Widths
+    norm: NormKind | None = None
+    z_bytes: int = 0
 
     @property
     def by_channel(self) -> bool:

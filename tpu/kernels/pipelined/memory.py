@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ....spec.problem import NormKind
+from ..common.norm import normed_output
 from ..common.registers import F32, iota
 from ..common.summands import Parts
 from ..common.tiles import CHUNK, LANES
@@ -134,6 +136,26 @@ class ChunkMemory:
         if ref is not None:
             for n, part in enumerate(a if isinstance(a, tuple) else halves(self.p, a)):
                 ref[0, self.u, i, n] = part
+
+    def put_head(self, i: int, o: Array) -> None:
+        """The output of a value head in whole tiles that no other head has lanes in [C, lanes], through the norm if
+        that is inside."""
+        p, span = self.p, self.p.values[i]
+        if p.norm is not None:
+            o = self._normed(p.norm, span, o)
+        for n in range(span.tiles):
+            self.put_output(span.first + n, o[:, n * LANES : (n + 1) * LANES])
+
+    def _normed(self, kind: NormKind, span: Span, o: Array) -> Array:
+        kept, here = self.outputs.o_kept, slice(self.u * CHUNK, (self.u + 1) * CHUNK)
+        if kept is not None:
+            kept[0, here, span.first * LANES : span.first * LANES + span.lanes] = o.astype(kept.dtype)
+        z = None
+        if self.inputs.z is not None:
+            place = place_of_chunk(self.p, self.inputs.z, self.u)
+            z = lanes_of_span(span, [tile(place, span.first + n) for n in range(span.tiles)]).astype(F32)
+        assert self.inputs.norm_weight is not None
+        return normed_output(kind, o, self.inputs.norm_weight[...], z)
 
     def put_output(self, number: int, o: Array) -> None:
         """128 channels of the output [C, 128]; of packed sequences the chunk's rows alone, beside what others left."""

@@ -18,6 +18,7 @@ __all__ = [
     "Inside",
     "Pipeline",
     "describe",
+    "norm_inside",
     "pipeline",
     "prepared_outside",
     "tiled",
@@ -52,6 +53,11 @@ def _inside(s: Signature) -> Inside:
 _BY_CHANNEL = ((1, 1, True), (CHUNK, CHUNK, False), (0, 0, False))
 #: Value heads a grid step, at most, where decays are by channel.
 CHANNEL_HEADS = 8
+
+
+def norm_inside(s: Signature) -> bool:
+    """Whether the pipelined kernel does a call's output norm itself: that of rows, whose heads are whole tiles."""
+    return s.norm is not None and not prepared_outside(s) and not s.packed and s.V % LANES == 0
 
 
 def why_not(s: Signature) -> str | None:
@@ -127,6 +133,7 @@ def _whole(s: Signature, P: int) -> bool:
 
 def _pipeline(s: Signature, chip: Chip, P: int, keeps: tuple[str, ...]) -> Pipeline:
     groups = s.H // P
+    inside = norm_inside(s)
     return Pipeline(
         B=s.B,
         T=s.T,
@@ -144,7 +151,9 @@ def _pipeline(s: Signature, chip: Chip, P: int, keeps: tuple[str, ...]) -> Pipel
         v_bytes=2 if s.dtype == "bfloat16" and not (prepared_outside(s) and s.conv is not None) else 4,
         wide_mxu=chip.mxu_side == 256,
         starts=s.packed and (s.has("initial_state") or s.has("conv_state")),
-        keeps=keeps,
+        keeps=(*keeps, "o") if inside and keeps else keeps,
         inside=_inside(s),
         widths=widths(s),
+        norm=s.norm if inside else None,
+        z_bytes=0 if not s.has("z") else 2 if s.dtype == "bfloat16" else 4,
     )

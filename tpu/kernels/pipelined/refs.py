@@ -47,6 +47,8 @@ class Inputs:
         g, b, w: gates, [1, 1, decays or heads, tokens], or by channel [1, tokens, channels]; b and w may be None.
         gate: parameters of the gate, [1, decays, 2] or by channel [2, channels], where it is computed inside.
         S_first: states that sequences start from [1, heads, K, V], or None for zeros.
+        z: the output's gate [1, tokens, channels], as ``advance`` reads it, or None without one.
+        norm_weight: of the output's norm [1, V] float32, or None without one.
     """
 
     q: TokenInputs
@@ -57,17 +59,20 @@ class Inputs:
     w: list[Ref] | None
     gate: Ref | None
     S_first: list[Ref] | None
+    z: list[Ref] | None = None
+    norm_weight: Ref | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
     """What the kernel writes: o [1, tokens, channels] and the final states [1, heads, K, V], or of packed sequences the
-    whole arrays in HBM; and what is kept."""
+    whole arrays in HBM; what is kept of chunks; and what o was before its norm, like o, or None."""
 
     o: Ref
     S_last: Ref
     kept: Kept
+    o_kept: Ref | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -71,9 +71,13 @@ def blocks(p: Pipeline) -> list[Buffer]:
         Buffer("v, o", (tokens, p.heads * p.V), _DTYPES[p.v_bytes], 2),
         Buffer("states", state, "float32", (p.U if p.starts else 0) if p.packed else 2),
     ]
+    if p.norm is not None:
+        found.append(Buffer("z", (tokens, p.heads * p.V), "float32"))  # if it is wider than v
+        if "o" in p.keeps:
+            found.append(Buffer("kept o", (tokens, p.heads * p.V), _DTYPES[p.v_bytes]))
     if "S" in p.keeps:
         found.append(Buffer("kept S", (p.U, *state), "float32"))
-    found += [Buffer(f"kept {name}", square, "bfloat16") for name in p.keeps if name != "S"]
+    found += [Buffer(f"kept {name}", square, "bfloat16") for name in p.keeps if name not in ("S", "o")]
     if p.by_channel:
         gates = sum(n > 1 for n in p.widths.given)
         found.append(Buffer("gates by channel", (tokens, p.heads * LANES), "float32", gates))

@@ -1,0 +1,118 @@
+"""A backend on several devices, as a backend: every call split over rows, heads or tokens (``verify --devices``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import dispatch
+from ..parallel.calls import run_split
+from ..parallel.placement import split_of
+from ..parallel.sharding import Sharding
+from ..spec.backend import Backend
+from ..spec.errors import GdnError, bad
+from ..spec.precision import Rounding
+from ..spec.problem import Options, Problem, Result, Signature
+
+__all__ = ["WAYS", "SplitBackend", "environment_of", "register_split", "split_name"]
+
+#: What of a call is split: the name, the part of a ``Sharding`` and the dimension.
+WAYS = {"rows": ("batch", "B"), "heads": ("heads", "HV"), "tokens": ("sequence", "T")}
+
+
+def split_name(backend: str, way: str) -> str:
+    """What the split form of a backend is called in a report."""
+    return f"{backend} split by {way}"
+
+
+def environment_of(devices: int) -> dict[str, str]:
+    """Variables of a process whose CPU shows itself to JAX as so many devices.
+
+    Raises:
+        GdnError: the number is none that can split anything.
+    """
+    if devices < 2:
+        raise bad("devices", devices, "be at least 2")
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+    flags.append(f"--xla_force_host_platform_device_count={devices}")
+    return {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+
+
+def register_split(backend: str, devices: int) -> None:
+    """Register the split forms of a backend for JAX arrays, in a process that has the devices."""
+    for way in WAYS:
+        dispatch.register_backend(SplitBackend(dispatch.get(backend), way, devices))
+
+
+def options_of(s: Signature) -> Options:
+    """The options that a signature was made with."""
+    conv = s.conv
+    return Options(
+        s.scale, s.output_final_state, s.qk_l2norm, s.gate, s.chunk_size, s.precision, s.state_layout, s.deterministic,
+        s.step, None if conv is None else conv.activation, None if conv is None else s.H, None if conv is None else s.K,
+    )  # fmt: skip
+
+
+class SplitBackend(Backend):
+    """Another backend, each call of which is split over as many of the devices as divide its dimension."""
+
+    libraries = ("jax",)
+    slow = True
+
+    def __init__(self, inner: Backend, way: str, devices: int) -> None:
+        """Args:
+        inner: what each device computes with.
+        way: a key of ``WAYS``.
+        devices: the most that a call is split over.
+        """
+        self.inner, self.way, self.devices = inner, way, devices
+        self.name = split_name(inner.name, way)
+
+    def _parts(self, s: Signature) -> int:
+        size = getattr(s, WAYS[self.way][1])
+        if self.way == "tokens":
+            return min(self.devices, size)
+        return max(n for n in range(1, self.devices + 1) if size % n == 0)
+
+    def unavailable(self) -> str | None:
+        """Why the inner one cannot run here, or None."""
+        return self.inner.not_here()
+
+    def refuses(self, signature: Signature) -> str | None:
+        """Why it cannot compute this call: the inner one cannot, or nothing of it can be split so."""
+        s = signature
+        if s.B * s.T == 0:
+            return "a call without tokens is not split"
+        if self.way == "tokens" and s.step:
+            return "a step is of one token"
+        if self._parts(s) == 1:
+            return f"it has {getattr(s, WAYS[self.way][1])} of its {self.way}, which cannot be split"
+        if self.way == "tokens":
+            from ..parallel.tokens import tokens_each
+
+            try:
+                tokens_each(s, self._parts(s))
+            except GdnError as error:
+                return str(error)
+        return self.inner.refuses(s)
+
+    def run(self, problem: Problem) -> Result:
+        """Compute; differentiable as the inner one is."""
+        import jax
+        import numpy as np
+
+        s = replace(problem.signature, device="traced")  # as it is where gradients are taken
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[: self._parts(s)]), ("devices",))
+        split = split_of(s, problem.operands, Sharding(**{WAYS[self.way][0]: "devices"}, mesh=mesh))
+        assert split is not None
+        return run_split(Problem(s, problem.operands), options_of(s), self.inner, self.inner.name, split)[0]
+
+    def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """Operands as the inner one has them."""
+        return self.inner.from_numpy(operands)
+
+    def rounding(self, signature: Signature) -> Rounding:
+        """The inner one's: maps of pieces are multiplied in float32."""
+        return self.inner.rounding(signature)

@@ -1,0 +1,142 @@
+"""A mixer's output norm in the TPU kernels: inside the forward kernel, and its cotangents; faults in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from portable_gdn import door
+from portable_gdn.harness.cases import Case, build
+from portable_gdn.harness.verify import verify
+from portable_gdn.spec.norm import gated_norm, gated_norm_vjp
+from portable_gdn.spec.problem import NormKind
+from portable_gdn.tpu.chips import CHIPS
+from portable_gdn.tpu.kernels.epilogue.plan import Epilogue
+from portable_gdn.tpu.kernels.pipelined.plan import pipeline
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+from portable_gdn.tpu.kernels.common import norm  # noqa: E402
+from portable_gdn.tpu.kernels.common.gradients import NormOperands  # noqa: E402
+from portable_gdn.tpu.kernels.epilogue import gradients  # noqa: E402
+from portable_gdn.tpu.kernels.pipelined import backward_memory, memory  # noqa: E402
+
+NAME = "pallas-interpret"
+LONG = Case(
+    "rows", T=270, H=1, HV=2, K=128, V=128, conv=4, gate="softplus", l2norm=True, norm="silu", dtype="bfloat16", seed=3
+)
+SHORT = replace(LONG, name="short", T=20)
+
+pytestmark = pytest.mark.usefixtures("tpu_backends")
+slow = lambda *args: pytest.param(*args, marks=pytest.mark.slow)  # noqa: E731
+
+
+def verdict(case):
+    """Rows of the report of a case that are not within their budgets."""
+    report = verify([NAME], full=True, cases=[case], in_process=True)
+    assert report.rows
+    return [row for row in report.rows if not row.ok]
+
+
+def signature(case):
+    return door.normalise(build(case).operands, build(case).options, "numpy")[0].signature
+
+
+@pytest.mark.parametrize(
+    ("case", "inside"),
+    [
+        slow(LONG, True),
+        slow(replace(LONG, name="KDA", variant="KDA", norm="sigmoid"), True),
+        slow(replace(LONG, name="without a gate, float32", dtype="float32", norm="alone"), True),
+        slow(replace(LONG, name="heads of two tiles", V=256, HV=1), True),
+        slow(replace(LONG, name="packed", layout="packed with empties"), False),
+        slow(replace(LONG, name="masked", layout="holes"), False),
+        slow(replace(SHORT, name="narrow heads", K=64, V=64), False),
+        slow(SHORT, False),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_mixer_with_a_norm_is_the_oracle_s(case, inside):
+    plan = pipeline(signature(case), CHIPS["v6e"])
+    assert (plan is not None and plan.norm is not None) == inside
+    assert not verdict(case)
+
+
+def arrays(T, HV, V, z=True, seed=0):
+    rng = np.random.default_rng(seed)
+    made = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return made(1, T, HV * V), made(V), 2 * made(1, T, HV * V) if z else None, made(1, T, HV * V)
+
+
+def by_kernel(T, HV, V, kind, end, x):
+    plan = Epilogue(1, T, V, HV * V, 16, HV * V, kind, True, 8 << 20)
+    o, weight, z, dy = (None if a is None else jnp.asarray(a) for a in x)
+    x = NormOperands(o, z, weight)
+    return gradients.epilogue_gradients(plan, x, dy, jnp.full(1, end, jnp.int32), dtype=jnp.float32, interpret=True)
+
+
+def first_head(a):
+    return None if a is None else jnp.asarray(a[:, 0], jnp.float32)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+def test_cotangents_are_the_formula_s(activation):
+    """Behind the last sequence's end nothing counts, whatever it holds."""
+    T, HV, V, end, kind = 40, 2, 128, 37, NormKind(1e-5, activation)
+    x = arrays(T, HV, V, activation is not None)
+    x[0][:, 5] = 0
+    x[0][:, end:] = x[3][:, end:] = np.nan
+    dO, dz, d_weight = by_kernel(T, HV, V, kind, end, x)
+    by_head = lambda a: None if a is None else np.asarray(a).reshape(T, -1, V)[:end].astype(np.float64)  # noqa: E731
+    o, z, dy = (by_head(x[n]) for n in (0, 2, 3))
+    weight = x[1].astype(np.float64)
+    want = gated_norm_vjp(np, o, weight, z, *kind, dy)
+    y = norm.normed_output(kind, *(first_head(a) for a in (o, x[1][None, None], z)))
+    found = [by_head(dO), np.asarray(d_weight), by_head(dz), np.asarray(y)]
+    exact = [want[0], want[1].sum((0, 1)), want[2], gated_norm(np, o, weight, z, *kind)[:, 0]]
+    for got, must in zip(found, exact, strict=True):
+        if must is not None:
+            np.testing.assert_allclose(got, must, rtol=2e-5, atol=2e-5 * np.abs(must).max())
+
+
+def projection_left_out(real, kind, o, weight, z, dy):
+    found = real(kind, o, weight, z, dy)
+    r = jax.lax.rsqrt(jnp.mean(o * o, -1, keepdims=True) + kind.eps)
+    return found._replace(o=r * found.weight * weight / jnp.where(o == 0, 1.0, o * r))
+
+
+def slope_of_the_value(real, kind, o, weight, z, dy):
+    found = real(kind, o, weight, z, dy)
+    return found._replace(z=found.z * 1.01)
+
+
+def weight_of_other_rows(real, kind, o, weight, z, dy):
+    found = real(kind, o, weight, z, dy)
+    return found._replace(weight=jnp.where(jnp.arange(len(o))[:, None] == 3, 0.0, found.weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [projection_left_out, slope_of_the_value, weight_of_other_rows])
+def test_faults_are_caught(fault, monkeypatch):
+    real = norm.norm_gradients
+    for module in (gradients, backward_memory):
+        monkeypatch.setattr(module, "norm_gradients", lambda *args: fault(real, *args))
+    jax.clear_caches()
+    try:
+        assert verdict(replace(SHORT, name="with a fault", dtype="float32"))
+    finally:
+        jax.clear_caches()
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_forward_kernel_is_caught(monkeypatch):
+    real = memory.normed_output
+    monkeypatch.setattr(memory, "normed_output", lambda kind, *args: real(kind._replace(eps=1e-2), *args))
+    jax.clear_caches()
+    try:
+        assert verdict(replace(LONG, name="with a fault"))
+    finally:
+        jax.clear_caches()

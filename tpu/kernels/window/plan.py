@@ -1,0 +1,75 @@
+"""How the window kernel cuts an update: which heads share a grid step, and what that needs. No jax here.
+
+A grid step is one row of the batch and one block of heads. All heads of a row in one step is best: a state of 128 x 128
+is read and written in 140 cycles a head on a v6e, and its arithmetic takes 56, so that a step's own cost, some hundred
+cycles, is hidden as long as a step has several heads. Value heads of one key head are together, since they share its
+columns of k and q.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....spec.problem import Signature
+from ....spec.variants import Granularity
+from ...chips import Chip
+from ..common.tiles import LANES, SUBLANES, whole_lanes
+
+__all__ = ["Window", "window_plan"]
+
+_STATE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Window(NamedTuple):
+    """The plan.
+
+    Attributes:
+        rows: N. blocks: of heads; key_heads and value_heads: in each. key_dim, value_dim: K and V.
+        places: P, tokens of a row at most: those that waited, then its own. kept: whether own tokens may wait.
+        erases: whether there is an erase gate. by_channel: whether decay or erase has a value a channel.
+        checkpoints: how many multiples of the length between checkpoints a row can reach.
+        state_dtype: of the pool. vmem: bytes of VMEM. parallel: whether blocks are shared among cores.
+    """
+
+    rows: int
+    blocks: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    places: int
+    kept: bool
+    erases: bool
+    by_channel: bool
+    checkpoints: int
+    state_dtype: str
+    vmem: int
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+
+def window_plan(s: Signature, chip: Chip) -> Window | None:
+    """The plan of an update, or None where even one key head's states do not fit into VMEM."""
+    assert s.update is not None
+    kind = s.update
+    places = kind.room + min(max(kind.window, 1), s.T)
+    fine = (Granularity.GROUP, Granularity.CHANNEL)
+    by_channel = s.variant.decay in fine or s.variant.erase in fine
+    most = min(kind.columns, -(-places // kind.checkpoint_every)) if kind.columns else 0
+    for blocks in (n for n in range(1, s.H + 1) if s.H % n == 0):
+        heads = s.HV // blocks
+        state = heads * -(-s.K // SUBLANES) * SUBLANES * whole_lanes(s.V)
+        stored = (2 + most) * 2 * _STATE_BYTES[kind.state_dtype] * state
+        work = 4 * state if places > 1 else 0
+        rows = 2 * s.H // blocks + (3 * heads if by_channel else 0)
+        tokens = 2 * 4 * places * (whole_lanes(s.K) * (rows + SUBLANES) + 2 * whole_lanes(s.V) * (heads + SUBLANES))
+        columns = 4 * whole_lanes(s.K) * (whole_lanes(rows) + LANES)
+        vmem = stored + work + tokens + columns + (4 << 20)
+        if vmem <= chip.vmem_limit and blocks >= min(chip.cores, s.H):
+            sizes = (s.N, blocks, s.H // blocks, heads, s.K, s.V, places)
+            erases = s.variant.erase is not Granularity.NONE
+            return Window(*sizes, kind.window > 0, erases, by_channel, most, kind.state_dtype, vmem)
+    return None

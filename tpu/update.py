@@ -1,0 +1,108 @@
+"""An update of a pool of states on a TPU: tokens that go step by step by the window kernel, in the pool's own slots."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..backends.xla_backend import chunk_size
+from ..backends.xla_chunks import product
+from ..backends.xla_update import Steps, Under, updated
+from ..spec.jax_tracing import own_settings
+from ..spec.operands import BATCH_OPERANDS
+from ..spec.slots import RECURRENT
+from ..spec.stages import RESET, Algebra
+from .execution import Execution
+from .kernels.window.forward import CHECKPOINTS, WindowOperands, windows
+from .kernels.window.plan import Window, window_plan
+from .lowering import kernel_or_else
+
+__all__ = ["update"]
+
+Array = Any
+Arrays = dict[str, Array]
+_READ = "batch.read_state_indices"
+assert _READ in BATCH_OPERANDS
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@own_settings
+def update(e: Execution, operands: Arrays, pool: Arrays) -> tuple[Array, Arrays]:
+    """The outputs of an update and its pool, whose memory the new one takes."""
+    s = e.signature
+    run = partial(updated, s, Algebra(jnp, product(s.precision, False)), chunk_size(s))
+    kernel = partial(run, steps=partial(_by_kernel, e))
+    if e.interpret is not False:
+        return kernel(operands, pool)
+    return kernel_or_else(kernel, run if e.choose else None, operands, pool)
+
+
+def _by_kernel(e: Execution, u: Under) -> Steps:
+    p = window_plan(u.s, e.chip)
+    assert p is not None
+    states = _copied(u) if _READ in u.x else u.pool[RECURRENT]
+    table, reached = _table(p, u)
+    states, o, kept = windows(p, table, _operands(p, u), states, e.interpret)
+    o = jnp.reshape(jnp.moveaxis(o, 1, 2), (p.rows, p.places, -1, p.value_dim))
+    checkpoints = []
+    for a, there in zip(kept, reached, strict=True):
+        # The last entry is what rows without a checkpoint share; where no row has one, nothing at all was written.
+        checkpoints.append(jnp.where(there[:, None, None, None], a[:-1], jnp.zeros((), a.dtype)))
+    return Steps(o, None, tuple(checkpoints), states)
+
+
+def _copied(u: Under) -> Array:
+    """The pool's states, with those of slots that are only read in the slots that their rows write."""
+    rows, states = u.rows, u.pool[RECURRENT]
+    other = rows.alive & (rows.read > 0) & (rows.read != rows.write)
+
+    def copied(states: Array) -> Array:
+        return states.at[u.slots(other, rows.write)].set(states[rows.read], mode="drop")
+
+    return lax.cond(jnp.any(other), copied, lambda states: states, states)
+
+
+def _table(p: Window, u: Under) -> tuple[Array, list[Array]]:
+    """The kernel's table, and for each checkpoint which rows reach it."""
+    rows, number = u.rows, jnp.arange(p.rows, dtype=jnp.int32)
+    last = lax.cummax(jnp.where(rows.alive, number, -1))
+    slot = rows.write[jnp.where(last < 0, jnp.argmax(rows.alive), last)]
+    total = rows.accepted + u.own
+    committed = rows.accepted + u.own * (1 - rows.waits)
+    lines = [slot, total, committed, rows.alive & (rows.read == 0), (last < 0) | (rows.alive & (total == 0))]
+    reached = []
+    for checkpoint in range(p.checkpoints):
+        at, slots = u.checkpoints(checkpoint)
+        there = (slots < u.kind.slots) & (at <= committed) & rows.alive
+        reached.append(there)
+        lines += [jnp.where(there, at, -1), jnp.where(there, number, p.rows)]
+    assert len(lines) == CHECKPOINTS + 2 * p.checkpoints
+    return jnp.concatenate([line.astype(jnp.int32) for line in lines]), reached
+
+
+def _operands(p: Window, u: Under) -> WindowOperands:
+    """The tokens that go step by step, as the kernel takes them."""
+    s, x = u.s, u.prepared()
+    heads = lambda a: jnp.repeat(a, s.HV // s.H, axis=2)  # noqa: E731
+
+    def blocks(*parts: Array) -> Array:
+        """[N, P, heads, ...] each as [N, blocks, P, heads of all parts in a block, ...]."""
+        cut = [jnp.reshape(a, (*a.shape[:2], p.blocks, a.shape[2] // p.blocks, *a.shape[3:])) for a in parts]
+        return jnp.moveaxis(jnp.concatenate(cut, 3), 2, 1)
+
+    q = s.scale * x.q
+    decay = jnp.exp(jnp.where(x.g < RESET, -jnp.inf, x.g))
+    values = x.v if x.w is None else x.w * x.v
+    factors = [heads(jnp.sum(q * x.k, -1))]
+    channels = None
+    if p.by_channel:
+        d = jnp.repeat(decay, s.K // decay.shape[-1], axis=-1)
+        erase = jnp.zeros_like(d) if x.b is None else d * (x.b * heads(x.k))
+        channels = blocks(d, erase, d * heads(q))
+    else:
+        factors += [decay[..., 0], *([] if x.b is None else [(decay * x.b)[..., 0]])]
+    return WindowOperands(blocks(x.k, q), blocks(values), blocks(*factors), channels)
