@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from ..checkpoint import provenance
 from ..checkpoint.configuration import text_config
@@ -14,6 +15,7 @@ from ..checkpoint.header import Tensor
 from ..checkpoint.loading import load_stacks
 from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
+from ..parallel.axes import AxisRules, call_sharding
 from ..spec.errors import GdnError, bad
 from .decoder import Decoder
 from .families import settings_of
@@ -29,6 +31,8 @@ def load_model(
     precision: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     scan: bool = True,
+    mesh: Any = None,
+    rules: AxisRules | None = None,
 ) -> Decoder:
     """The model of a port, with its weights; each leaf is read once, and keeps its dtype and its name.
 
@@ -40,6 +44,10 @@ def load_model(
             float32, nothing is rounded on any device.
         progress: called with what is read, the bytes read before it, and those of the whole model.
         scan: whether layers that repeat are compiled once, with stacked weights, as in ``Decoder``.
+        mesh: a ``jax.sharding.Mesh``, over whose devices the weights are spread, each reading its own part of the files
+            alone; calls of the mixers are split alike. None is JAX's default device.
+        rules: which axes of the mesh split "batch", "embed", "heads", "mlp", "experts" and "vocabulary", before
+            ``portable_gdn.parallel.AXIS_RULES``.
 
     Raises:
         GdnError: the folder is no such port or not whole, has no configuration, or is of a family that has no decoder
@@ -48,7 +56,8 @@ def load_model(
     folder = Path(port)
     settings, leaves = read_settings(folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    options = {"dtype": dtype, "backend": backend, "precision": precision}
+    split = None if mesh is None else call_sharding(mesh, rules)
+    options = {"dtype": dtype, "backend": backend, "precision": precision, "sharding": split}
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
     dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):
@@ -58,7 +67,11 @@ def load_model(
     want = {name: leaf.shape[len(names) > 1 :] for _, leaf, names in places.values() for name in names}
     _check_leaves(folder, want, shapes, settings)
     asked = {key: names if len(names) > 1 else names[0] for key, (_, _, names) in places.items()}
-    loaded = load_stacks(folder, asked, progress=progress)
+    where = None
+    if mesh is not None:
+        specs = {".".join(map(str, path)): spec for path, spec in model.partition_specs(mesh, rules).items()}
+        where = lambda key, shape: NamedSharding(mesh, specs[key])  # noqa: E731
+    loaded = load_stacks(folder, asked, sharding=where, progress=progress)
     filled = [(path, leaf.replace(loaded.pop(key))) for key, (path, leaf, _) in places.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
