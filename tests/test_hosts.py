@@ -29,9 +29,8 @@ def test_two_hosts(tmp_path):
 
     port(checkpoint(tmp_path / "source", "fla_gated_deltanet"), tmp_path / "port", "nnx")
     where = free_port()
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
-    }  # fmt: skip
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     program = [sys.executable, str(Path(__file__).with_name("hosts_program.py"))]
     both = [
         subprocess.Popen(
