@@ -99,7 +99,7 @@ def test_what_cannot_be_continued_gets_a_sentence(folder, tmp_path):
         said = command(*words)
         assert isinstance(said.exception, GdnError), (words, said.output, said.exception)
         assert re.search(says, str(said.exception)), (says, said.exception)
-    assert "Example:\n" in command("--help").stdout
+    assert "Example: portable-gdn generate" in command("--help").stdout
 
 
 def test_characters_wait_until_they_are_whole():

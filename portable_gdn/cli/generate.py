@@ -45,11 +45,6 @@ def generate(
 
     The text ends where the model writes a token that ends one, by generation_config.json or config.json. New text is on
     standard output, all else on standard error. No chat template is applied.
-
-    \b
-    Example:
-      portable-gdn port Qwen3.5-4B qwen-jax --to jax
-      portable-gdn generate qwen-jax --prompt "The capital of France is" --max-new-tokens 32
     """
     if (prompt is None) == (ids is None):
         raise bad("--prompt", "given together with --ids" if ids else "not given", "be given, or --ids instead of it")

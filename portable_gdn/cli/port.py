@@ -86,7 +86,10 @@ def port(
     ] = False,
     lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Prove a port: its bytes, and its layers against the original code.")
+        bool,
+        typer.Option(
+            "--check", help="Prove a port: its bytes, its layers and its whole model against the original code."
+        ),
     ] = False,
     original: Annotated[
         Path | None, typer.Option("--source", help="With --check: the checkpoint, if it is no longer where it was.")
@@ -204,6 +207,8 @@ def _print_report(report: proof.Report) -> None:
         table.add_row(backend, code, what, f"{worst.error:.1e}", f"{worst.limit:.0e}", where, verdict)
     if groups:
         show(table)
+    if report.not_whole is not None and report.unrun is None:
+        console.print(f"no whole model was compared: {report.not_whole}", markup=False)
     if report.unrun is not None:
         console.print(f"not run: {report.unrun}", markup=False)
     console.print("[green]holds[/]" if report.ok else "[bold red]fails[/]")

@@ -110,10 +110,12 @@ class Attention(nnx.Module):
     ) -> None:
         H, Hkv, D = settings.num_heads, settings.num_kv_heads, settings.head_dim
         self.settings, self.precision = settings, numerics.precision
-        self.q_proj = numerics.linear(hidden_size, H * D * (2 if settings.gated else 1), rngs, settings.bias)
-        self.k_proj = numerics.linear(hidden_size, Hkv * D, rngs, settings.bias)
-        self.v_proj = numerics.linear(hidden_size, Hkv * D, rngs, settings.bias)
-        self.o_proj = numerics.linear(H * D, hidden_size, rngs)
+        rows, heads, keys = ("embed", hidden_size), ("heads", H), ("key_heads", Hkv)
+        width = H * D * (2 if settings.gated else 1)
+        self.q_proj = numerics.linear(hidden_size, width, rngs, (rows, heads), settings.bias)
+        self.k_proj = numerics.linear(hidden_size, Hkv * D, rngs, (rows, keys), settings.bias)
+        self.v_proj = numerics.linear(hidden_size, Hkv * D, rngs, (rows, keys), settings.bias)
+        self.o_proj = numerics.linear(H * D, hidden_size, rngs, (heads, rows))
         if settings.qk_norm is not None:
             whole = settings.qk_norm == "whole"
             self.q_norm = Norm(H * D if whole else D, settings.norm_eps, zero_centred, numerics)

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..layers.axes import named
 from .settings import ExpertSettings
 
 __all__ = ["MLP", "ChoiceBias", "Experts", "MoE", "Norm", "Numerics", "Router"]
 
 Array = Any
+Axis = tuple[str | None, int] | None
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,17 @@ class Numerics:
     precision: Any = None
     param_dtype: Any = jnp.float32
 
-    def linear(self, inside: int, out: int, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        """A projection: kernel [inside, out], and bias [out] if asked for."""
-        return nnx.Linear(
+    def linear(
+        self,
+        inside: int,
+        out: int,
+        rngs: nnx.Rngs,
+        axes: tuple[Axis, Axis] = (None, None),
+        bias: bool = False,
+    ) -> nnx.Linear:
+        """A projection: kernel [inside, out], and bias [out] if asked for; ``axes`` names rows and columns, and says
+        how many whole things each has."""
+        made = nnx.Linear(
             inside,
             out,
             use_bias=bias,
@@ -35,6 +45,10 @@ class Numerics:
             precision=self.precision,
             rngs=rngs,
         )
+        named(made.kernel, *axes)
+        if made.bias is not None:
+            named(made.bias, axes[1])
+        return made
 
 
 class Norm(nnx.Module):
@@ -56,9 +70,10 @@ class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)): gate_proj and up_proj [E, F], down_proj [F, E]."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, numerics: Numerics, rngs: nnx.Rngs) -> None:
-        self.gate_proj = numerics.linear(hidden_size, intermediate_size, rngs)
-        self.up_proj = numerics.linear(hidden_size, intermediate_size, rngs)
-        self.down_proj = numerics.linear(intermediate_size, hidden_size, rngs)
+        rows, columns = ("embed", hidden_size), ("mlp", intermediate_size)
+        self.gate_proj = numerics.linear(hidden_size, intermediate_size, rngs, (rows, columns))
+        self.up_proj = numerics.linear(hidden_size, intermediate_size, rngs, (rows, columns))
+        self.down_proj = numerics.linear(intermediate_size, hidden_size, rngs, (columns, rows))
 
     def __call__(self, x: Array) -> Array:
         """x [..., E] to [..., E]."""
@@ -71,9 +86,10 @@ class Experts(nnx.Module):
     def __init__(self, count: int, hidden_size: int, size: int, numerics: Numerics, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal(batch_axis=(0,))
         inward, outward = (count, hidden_size, size), (count, size, hidden_size)
-        self.gate_proj = nnx.Param(init(rngs.params(), inward, numerics.param_dtype))
-        self.up_proj = nnx.Param(init(rngs.params(), inward, numerics.param_dtype))
-        self.down_proj = nnx.Param(init(rngs.params(), outward, numerics.param_dtype))
+        each, rows, columns = ("experts", count), ("embed", hidden_size), ("mlp", size)
+        self.gate_proj = named(nnx.Param(init(rngs.params(), inward, numerics.param_dtype)), each, rows, columns)
+        self.up_proj = named(nnx.Param(init(rngs.params(), inward, numerics.param_dtype)), each, rows, columns)
+        self.down_proj = named(nnx.Param(init(rngs.params(), outward, numerics.param_dtype)), each, columns, rows)
         self.numerics = numerics
 
     def __call__(self, x: Array, sizes: Array) -> Array:
@@ -95,7 +111,8 @@ class Router(nnx.Module):
 
     def __init__(self, hidden_size: int, settings: ExpertSettings, numerics: Numerics, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (hidden_size, settings.count), numerics.param_dtype))
+        kernel = nnx.Param(init(rngs.params(), (hidden_size, settings.count), numerics.param_dtype))
+        self.kernel = named(kernel, ("embed", hidden_size), None)
         if settings.scores == "sigmoid":
             self.bias = ChoiceBias(jnp.zeros((settings.count,), jnp.float32))
         self.settings, self.numerics = settings, numerics

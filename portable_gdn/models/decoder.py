@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..api import MixerState
 from ..layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from ..layers.axes import named, partition_specs
+from ..parallel.axes import AxisRules
 from ..spec.errors import GdnError, bad
 from .attention import Attention
 from .blocks import MLP, MoE, Norm, Numerics
@@ -162,6 +165,7 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         backend: str | None = None,
         precision: str | None = None,
+        sharding: Any = None,
         scan: bool = True,
     ) -> None:
         """Args:
@@ -173,6 +177,7 @@ class Decoder(nnx.Module):
         backend: of the mixers, as in ``gated_delta_rule``.
         precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
             default of JAX, which on a TPU rounds float32 to bfloat16.
+        sharding: of the mixers' calls, as in ``gated_delta_rule``.
         scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
             its period. False has a module for each layer.
         """
@@ -180,12 +185,14 @@ class Decoder(nnx.Module):
         numerics = Numerics(dtype, highest, param_dtype)
         options = {
             "dtype": dtype, "param_dtype": param_dtype, "projection_precision": highest, "precision": precision,
-            "backend": backend,
+            "backend": backend, "sharding": sharding,
         }  # fmt: skip
         self.settings, self.numerics = settings, numerics
         self.embed = nnx.Embed(
             settings.vocabulary, settings.hidden_size, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
+        words, rows = ("vocabulary", settings.vocabulary), ("embed", settings.hidden_size)
+        named(self.embed.embedding, words, rows)
         self.bodies = bodies(tuple(zip(settings.linear, settings.dense, strict=True)), scan)
         make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs)  # noqa: E731
         self.layers = nnx.List(
@@ -196,7 +203,7 @@ class Decoder(nnx.Module):
         )
         self.norm = Norm(settings.hidden_size, settings.norm_eps, settings.zero_centred, numerics)
         if not settings.tied:
-            self.lm_head = numerics.linear(settings.hidden_size, settings.vocabulary, rngs)
+            self.lm_head = numerics.linear(settings.hidden_size, settings.vocabulary, rngs, (rows, words))
 
     @property
     def dtype(self) -> Any:
@@ -259,6 +266,15 @@ class Decoder(nnx.Module):
         for path, leaf in nnx.to_flat_state(nnx.state(self)):
             for number, name in enumerate(self.names(path)):
                 found[name] = leaf[...] if len(self.names(path)) == 1 else leaf[...][number]
+        return found
+
+    def partition_specs(self, mesh: Any, rules: AxisRules | None = None) -> dict[tuple[Any, ...], Any]:
+        """Where each parameter lies on a mesh, a ``PartitionSpec`` by its path in the state: as
+        ``portable_gdn.layers.partition_specs`` says, stacks never split between layers."""
+        found = {}
+        for path, spec in nnx.to_flat_state(partition_specs(nnx.state(self), mesh, rules)):
+            stacked = len(self.names(path)) > 1
+            found[path] = PartitionSpec(None, *spec.get_value()) if stacked else spec.get_value()
         return found
 
     def names(self, path: tuple[Any, ...]) -> tuple[str, ...]:

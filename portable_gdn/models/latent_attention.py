@@ -28,16 +28,18 @@ class LatentAttention(nnx.Module):
         s = settings
         self.settings, self.precision = s, numerics.precision
         queries = s.num_heads * (s.plain_dim + s.shared_dim)
+        rows, heads = ("embed", hidden_size), ("heads", s.num_heads)
         if s.query_rank is None:
-            self.q_proj = numerics.linear(hidden_size, queries, rngs)
+            self.q_proj = numerics.linear(hidden_size, queries, rngs, (rows, heads))
         else:
-            self.q_a_proj = numerics.linear(hidden_size, s.query_rank, rngs)
+            self.q_a_proj = numerics.linear(hidden_size, s.query_rank, rngs, (rows, None))
             self.q_norm = Norm(s.query_rank, s.norm_eps, False, numerics)
-            self.q_b_proj = numerics.linear(s.query_rank, queries, rngs)
-        self.kv_a_proj = numerics.linear(hidden_size, s.rank + s.shared_dim, rngs)
+            self.q_b_proj = numerics.linear(s.query_rank, queries, rngs, (None, heads))
+        self.kv_a_proj = numerics.linear(hidden_size, s.rank + s.shared_dim, rngs, (rows, None))
         self.kv_norm = Norm(s.rank, s.norm_eps, False, numerics)
-        self.kv_b_proj = numerics.linear(s.rank, s.num_heads * (s.plain_dim + s.value_dim), rngs)
-        self.o_proj = numerics.linear(s.num_heads * s.value_dim, hidden_size, rngs)
+        width = s.num_heads * (s.plain_dim + s.value_dim)
+        self.kv_b_proj = numerics.linear(s.rank, width, rngs, (None, heads))
+        self.o_proj = numerics.linear(s.num_heads * s.value_dim, hidden_size, rngs, (heads, rows))
 
     def init_cache(self, batch: int, length: int, dtype: Any) -> Latents:
         """An empty cache of this layer."""

@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from ..checkpoint import provenance
 from ..checkpoint.configuration import text_config
+from ..checkpoint.header import Tensor
 from ..checkpoint.loading import load_stacks
 from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
+from ..parallel.axes import AxisRules, call_sharding
 from ..spec.errors import GdnError, bad
 from .decoder import Decoder
 from .families import settings_of
 from .settings import DecoderSettings
 
-__all__ = ["end_tokens", "load_model"]
+__all__ = ["end_tokens", "load_model", "read_settings"]
 
 
 def load_model(
@@ -28,6 +31,8 @@ def load_model(
     precision: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     scan: bool = True,
+    mesh: Any = None,
+    rules: AxisRules | None = None,
 ) -> Decoder:
     """The model of a port, with its weights; each leaf is read once, and keeps its dtype and its name.
 
@@ -39,25 +44,22 @@ def load_model(
             float32, nothing is rounded on any device.
         progress: called with what is read, the bytes read before it, and those of the whole model.
         scan: whether layers that repeat are compiled once, with stacked weights, as in ``Decoder``.
+        mesh: a ``jax.sharding.Mesh``, over whose devices the weights are spread, each reading its own part of the files
+            alone; calls of the mixers are split alike. None is JAX's default device.
+        rules: which axes of the mesh split "batch", "embed", "heads", "mlp", "experts" and "vocabulary", before
+            ``portable_gdn.parallel.AXIS_RULES``.
 
     Raises:
         GdnError: the folder is no such port or not whole, has no configuration, or is of a family that has no decoder
             here.
     """
     folder = Path(port)
-    facts = provenance.load(folder)
-    if facts["target"] not in TREES:
-        raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
-    if facts["settings"].get("lora") or facts["adapter"]:
-        raise bad(str(folder), "an adapter", "be a whole model: join it with its base, and port that")
-    found = provenance.open_port(folder, facts, side=False)
-    carried = {name for names in facts["carried"].values() for name in names}
-    shapes = {name: found.where[name][1].shape for name in found.where if name not in carried}
-    settings = settings_of(facts, provenance.source_config(folder), shapes)
-
-    options = {"dtype": dtype, "backend": backend, "precision": precision}
+    settings, leaves = read_settings(folder)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    split = None if mesh is None else call_sharding(mesh, rules)
+    options = {"dtype": dtype, "backend": backend, "precision": precision, "sharding": split}
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
-    dtypes = {name: found.where[name][1].dtype for name in shapes}
+    dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):
         model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False, **options))
     graph, state = nnx.split(model)
@@ -65,9 +67,31 @@ def load_model(
     want = {name: leaf.shape[len(names) > 1 :] for _, leaf, names in places.values() for name in names}
     _check_leaves(folder, want, shapes, settings)
     asked = {key: names if len(names) > 1 else names[0] for key, (_, _, names) in places.items()}
-    leaves = load_stacks(folder, asked, progress=progress)
-    filled = [(path, leaf.replace(leaves.pop(key))) for key, (path, leaf, _) in places.items()]
+    where = None
+    if mesh is not None:
+        specs = {".".join(map(str, path)): spec for path, spec in model.partition_specs(mesh, rules).items()}
+        where = lambda key, shape: NamedSharding(mesh, specs[key])  # noqa: E731
+    loaded = load_stacks(folder, asked, sharding=where, progress=progress)
+    filled = [(path, leaf.replace(loaded.pop(key))) for key, (path, leaf, _) in places.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def read_settings(folder: Path) -> tuple[DecoderSettings, dict[str, Tensor]]:
+    """The settings of a port's whole model, and the leaves that it is made of, by name.
+
+    Raises:
+        GdnError: the folder is no port in our tree, is an adapter, or is of a family that has no decoder here.
+    """
+    facts = provenance.load(folder)
+    if facts["target"] not in TREES:
+        raise bad(str(folder), f"a port to {facts['target']}", "be one to jax")
+    if facts["settings"].get("lora") or facts["adapter"]:
+        raise bad(str(folder), "an adapter", "be a whole model: join it with its base, and port that")
+    found = provenance.open_port(folder, facts, side=False)
+    carried = {name for names in facts["carried"].values() for name in names}
+    leaves = {name: found.where[name][1] for name in found.where if name not in carried}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    return settings_of(facts, provenance.source_config(folder), shapes), leaves
 
 
 def end_tokens(port: str | Path) -> tuple[int, ...]:
@@ -80,6 +104,17 @@ def end_tokens(port: str | Path) -> tuple[int, ...]:
     found = next((part["eos_token_id"] for part in said if part.get("eos_token_id") is not None), ())
     tokens = found if isinstance(found, list) else [found] if found != () else []
     return tuple(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
+
+
+def check_leaves(folder: Path, settings: DecoderSettings, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a port's leaves with those of the model that its configuration describes.
+
+    Raises:
+        GdnError: one is missing, has no place in the model, or has another shape.
+    """
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False))
+    flat = nnx.to_flat_state(nnx.state(model))
+    _check_leaves(folder, {model.names(path)[0]: leaf.shape for path, leaf in flat}, shapes, settings)
 
 
 def _check_leaves(

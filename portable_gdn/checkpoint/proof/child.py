@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -22,9 +23,11 @@ def _serve() -> None:
     from ..reader import Checkpoint
     from ..source import read
     from .oracle import hide_fla, layer_by_layer, layers_alone, whole_model
-    from .ours import compare, compare_logits
+    from .ours import compare, compare_logits, compare_whole
+    from .text import PREFILLED
 
     order = json.loads(sys.stdin.read())
+    whole_logits = importlib.import_module(order["decoder"]).whole_logits
     try:
         hide_fla()
         for job in order["jobs"]:
@@ -39,6 +42,17 @@ def _serve() -> None:
                 if original.logits is not None:
                     error = compare_logits(Path(port), original, backend)
                     say(port=port, backend=backend, layer=None, what="logits", error=error, code="the whole model")
+                if original.logits is None:
+                    say(port=port, not_whole="the original's whole model does not run on a CPU")
+                    continue
+                try:
+                    logits = whole_logits(Path(port), original.ids, PREFILLED, backend, job["how"] == "whole")
+                except GdnError as error:
+                    say(port=port, not_whole=str(error))
+                    continue
+                for what, off, limit in compare_whole(logits, original):
+                    facts = {"what": what, "error": off, "limit": limit, "code": "the whole model"}
+                    say(port=port, backend=backend, layer=None, **facts)
         say(done=True)
     except GdnError as error:
         say(refused=str(error))

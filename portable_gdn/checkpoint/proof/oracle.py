@@ -25,6 +25,7 @@ from ...spec.errors import GdnError
 from ..families import Mixer
 from ..source import Read
 from .lazy import lazy_model
+from .limits import LIMIT
 from .text import DECODED, PREFILLED, TEXT
 
 __all__ = ["Layer", "Original", "hide_fla", "layer_by_layer", "layers_alone", "whole_model"]
@@ -52,11 +53,17 @@ class Layer:
 @dataclass
 class Original:
     """The layers by number; logits [1, T + D, vocabulary] of a whole model, and a function that runs it again with
-    other layers in place of its own: ``logits_with({number: forward})``, each forward from x [1, T, E] to y."""
+    other layers in place of its own: ``logits_with({number: forward})``, each forward from x [1, T, E] to y.
+
+    ids: the tokens [1, T + D]. disturbed: logits [2, T + D, vocabulary] of runs in which what each module with weights
+    of its own gives is off by noise of relative size LIMIT.
+    """
 
     layers: dict[int, Layer]
     logits: np.ndarray | None = None
     logits_with: Callable[[dict[int, Callable[[np.ndarray], np.ndarray]]], np.ndarray] | None = None
+    ids: np.ndarray | None = None
+    disturbed: np.ndarray | None = None
 
 
 def hide_fla() -> None:
@@ -132,7 +139,7 @@ def whole_model(source: Read) -> Original:
         with torch.no_grad(), _replaced(mixers, forwards):
             return _result(network(input_ids=ids, use_cache=False))
 
-    return Original(layers, logits_with({}), logits_with)
+    return Original(layers, logits_with({}), logits_with, ids.numpy(), _disturbed(network, ids))
 
 
 def _load(folder: Path, torch: Any, transformers: Any) -> tuple[Any, Any]:
@@ -149,6 +156,28 @@ def _load(folder: Path, torch: Any, transformers: Any) -> tuple[Any, Any]:
 def _result(output: Any) -> np.ndarray:
     """Logits, or the last hidden state of a model without a head."""
     return _numpy(output.logits if hasattr(output, "logits") else output.last_hidden_state)
+
+
+def _disturbed(network: Any, ids: Tensor) -> np.ndarray:
+    """The logits of two runs in one batch, with noise of relative size LIMIT on what each projection, norm, convolution
+    and mixture of experts gives: rounding in another order is ten times smaller and more."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+
+    def disturb(module: Any, args: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        return x * (1 + LIMIT * torch.randn(x.shape, generator=random))
+
+    own = [module for module in network.modules() if any(True for _ in module.parameters(recurse=False))]
+    handles = [module.register_forward_hook(disturb) for module in own]
+    try:
+        with torch.no_grad():
+            return _result(network(input_ids=ids.expand(2, -1), use_cache=False))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _mixers(network: Any, source: Read) -> dict[int, Any]:
@@ -254,7 +283,8 @@ def layer_by_layer(source: Read) -> Original:
         with torch.no_grad(), _replaced(mixers, forwards):
             return _result(network(input_ids=ids, use_cache=False))
 
-    return Original(layers, logits_with({number: alone(number) for number in mixers}), logits_with)
+    logits = logits_with({number: alone(number) for number in mixers})
+    return Original(layers, logits, logits_with, ids.numpy(), _disturbed(network, ids))
 
 
 # --- layers alone --------------------------------------------------------------------------------------------------

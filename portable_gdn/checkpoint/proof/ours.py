@@ -11,8 +11,9 @@ import numpy as np
 
 from ..loading import load_layer
 from .oracle import Layer, Original
+from .text import PREFILLED
 
-__all__ = ["compare", "compare_logits"]
+__all__ = ["compare", "compare_logits", "compare_whole"]
 
 
 def _error(got: Any, want: np.ndarray) -> float:
@@ -83,3 +84,23 @@ def compare_logits(port: Path, original: Original, backend: str) -> float:
         return lambda x: np.asarray(run(_load(port, number, backend), x)[0])  # one layer in memory at a time
 
     return _error(original.logits_with({number: forward(number) for number in original.layers}), original.logits)
+
+
+def compare_whole(logits: np.ndarray, original: Original) -> Iterator[tuple[str, float, float]]:
+    """What of a whole model was compared, its relative error, and what that must be below: as much as the original's
+    own logits move where each of its projections, norms and mixers is off by as much as a layer may be.
+
+    Args:
+        logits: [1, T + D, vocabulary] of our model: T tokens at once, then one by one.
+    """
+    assert original.logits is not None
+    assert original.disturbed is not None
+    want, T = original.logits, PREFILLED
+    if logits.shape != want.shape:
+        yield "our whole model", float("inf"), 0.0
+        return
+    rows = [row[None] for row in original.disturbed]
+    yield "our whole model", _error(logits[:, :T], want[:, :T]), max(_error(row[:, :T], want[:, :T]) for row in rows)
+    later = range(T, want.shape[1])
+    worst = lambda found: max(_error(found[:, t], want[:, t]) for t in later)  # noqa: E731
+    yield f"our whole model, {len(later)} steps", worst(logits), max(map(worst, rows))

@@ -19,13 +19,13 @@ from ..reader import Checkpoint
 from ..run import digest
 from ..source import Read, read
 from ..targets import TREES
+from .limits import LIMIT, LOGITS_LIMIT
 
 __all__ = ["LIMIT", "Finding", "Report", "check", "compare_ports"]
 
-LIMIT = 1e-5
-"""Relative error, in float32, up to which a layer agrees."""
-LOGITS_LIMIT = 1e-4
-"""Relative error, in float32, up to which logits of a whole model agree: the layers' errors add up there."""
+DECODER = "portable_gdn.models.proving"
+"""The module whose ``whole_logits`` computes a port's whole model; it is above this package, and imported by name in
+the process of the proof."""
 
 MEMORY = 0.7
 """Share of the free memory that a whole model in float32 may take; a larger one is run layer by layer."""
@@ -42,11 +42,13 @@ class Finding:
     what: str
     error: float
     code: str
+    bound: float | None = None
+    """What the error must be below, where the model itself says it."""
 
     @property
     def limit(self) -> float:
         """What the error must be below."""
-        return LOGITS_LIMIT if self.layer is None else LIMIT
+        return self.bound if self.bound is not None else LOGITS_LIMIT if self.layer is None else LIMIT
 
     @property
     def ok(self) -> bool:
@@ -57,7 +59,8 @@ class Finding:
 @dataclass
 class Report:
     """tensors: each source tensor and how it was checked. wrong: sentences on tensors that did not come back.
-    findings: layers and logits. unrun: why the original implementation was not run, if it was not."""
+    findings: layers and logits. unrun: why the original implementation was not run, if it was not. not_whole: why our
+    whole model was not compared with the original's, if it was not."""
 
     port: str
     source: str | None
@@ -65,6 +68,7 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unrun: str | None = None
+    not_whole: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,10 +87,12 @@ class Report:
             "tensors": self.tensors,
             "wrong": self.wrong,
             "unrun": self.unrun,
+            "not_whole": self.not_whole,
             "findings": [
                 {
                     "backend": f.backend, "layer": f.layer, "what": f.what,
-                    "error": f.error if f.error < float("inf") else None, "ok": f.ok, "original": f.code,
+                    "error": f.error if f.error < float("inf") else None, "limit": f.limit, "ok": f.ok,
+                    "original": f.code,
                 }
                 for f in self.findings
             ],
@@ -131,11 +137,12 @@ def check(
     else:
         original = read(Checkpoint(source), facts["family"])
         try:
-            found = compare_ports([(original, [port])], backends, progress)
+            reasons: dict[str, str] = {}
+            found = compare_ports([(original, [port])], backends, progress, reasons)
         except GdnError as error:
             report.unrun = str(error)
         else:
-            report.findings = found[str(port)]
+            report.findings, report.not_whole = found[str(port)], reasons.get(str(port))
             for key, place in original.places.items():
                 if key.layer in original.linear_layers and place.bound.entry.when != "full":
                     name = place.bound.name
@@ -170,24 +177,29 @@ def compare_ports(
     jobs: Sequence[tuple[Read, Sequence[Path]]],
     backends: Sequence[str] = ("xla",),
     progress: Callable[[str, int, int], None] = _quiet,
+    not_whole: dict[str, str] | None = None,
 ) -> dict[str, list[Finding]]:
-    """Run each original once and its ports against it, in a process of its own; findings by port.
+    """Run each original once and its ports against it, in a process of its own; findings by port. Where our whole model
+    was not compared, ``not_whole`` is given the reason, by port.
 
     Raises:
         GdnError: an original cannot be run here.
     """
-    order = {"jobs": [_job(original, ports) for original, ports in jobs], "backends": list(backends)}
+    order = {
+        "jobs": [_job(original, ports) for original, ports in jobs], "backends": list(backends), "decoder": DECODER,
+    }  # fmt: skip
     found: dict[str, list[Finding]] = {str(port): [] for _, ports in jobs for port in ports}
-    of = sum((4 * len(original.linear_layers) + 1) * len(ports) for original, ports in jobs) * len(backends)
+    of = sum((4 * len(original.linear_layers) + 3) * len(ports) for original, ports in jobs) * len(backends)
     progress("the original implementation", 0, of)
     for answer in _run(order):
         if "refused" in answer:
             raise GdnError(answer["refused"])
+        if "not_whole" in answer and not_whole is not None:
+            not_whole[answer["port"]] = answer["not_whole"]
         if "error" in answer:
             what = answer["what"] if answer["layer"] is None else f"layer {answer['layer']}: {answer['what']}"
-            found[answer["port"]].append(
-                Finding(answer["backend"], answer["layer"], answer["what"], answer["error"], answer["code"])
-            )
+            keys = ("backend", "layer", "what", "error", "code")
+            found[answer["port"]].append(Finding(**{key: answer[key] for key in keys}, bound=answer.get("limit")))
             progress(what, sum(map(len, found.values())), of)
     return found
 
