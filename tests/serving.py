@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from conftest import DTYPES, arguments, assert_close, make, oracle
+from conftest import arguments, assert_close, make, oracle
 
 import portable_gdn as pg
-from portable_gdn.spec.operands import WITH_TOKENS
 
 SIZES = {"H": 1, "HV": 2, "K": 8, "V": 16}
 WIDTH = 4
@@ -271,9 +270,20 @@ class Engine:
                 self.live.append(request)
 
 
-def operands_with_tokens(x: dict) -> dict:
-    return {name: a for name, a in x.items() if name in WITH_TOKENS}
-
-
-def poisoned(value: float, dtype: str) -> Any:
-    return np.asarray(value, DTYPES[dtype])
+def one_request(setting, tokens, windows, batch_row=1):
+    """One request's outputs, given its tokens in windows (length, how many of them are accepted), in a fixed batch."""
+    pool, at, waits, outputs = setting.pool(), 0, 0, []
+    rest = parameters(setting.variant, setting.mixer)
+    for length, accepted in windows:
+        x = {name: np.zeros((setting.T, *a.shape[1:]), a.dtype) for name, a in tokens.items()}
+        for name, a in tokens.items():
+            x[name][2 : 2 + length] = a[at : at + length]
+        starts = np.zeros(setting.N + 1, np.int32)
+        starts[batch_row:], starts[batch_row + 1 :] = 2, 2 + length
+        write, computed, kept = (np.zeros(setting.N, np.int32) for _ in range(3))
+        write[batch_row], computed[batch_row], kept[batch_row] = 3, at, waits
+        o, pool = setting.call({**x, **rest}, pool, pg.Batch(starts, write, computed, kept))
+        outputs.append(o[2 : 2 + accepted])
+        at += accepted
+        waits = accepted
+    return np.concatenate(outputs), {name: a[3] for name, a in arrays_of(pool).items() if "window" not in name}

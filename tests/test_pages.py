@@ -85,7 +85,6 @@ RUN = {
     "docs/cross-hardware.md": Page(("hypothesis",), replaced=('check("mine")', 'check("numpy", examples=1)')),
     "docs/gpu-kernels.md": Page(("torch", "transformers", "fla", "triton"), triton_kernel),
     "docs/serving.md": Page(("jax", "torch")),
-    "docs/serving.md": Page(("jax",)),
     "docs/tpu-schedule.md": Page(("libtpu",)),
 }
 

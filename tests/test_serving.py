@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from serving import Engine, Setting, arrays_of, draw_tokens, joined, parameters
+from serving import Engine, Setting, arrays_of, draw_tokens, joined, one_request, parameters
 
 import portable_gdn as pg
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 SHORT = (0, 1, 1, 2, 3, 5)
 LONG = (0, 1, 2, 3, 127, 128, 129)
 LIBRARIES = ("numpy", "torch", "jax")
+FIRST = ("numpy", "torch", pytest.param("jax", marks=pytest.mark.slow))  # where jax compiles programs of its own
 VARIANTS = ("DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA")
 
 
@@ -76,36 +77,17 @@ def test_what_nobody_may_read_changes_nothing(library):
                     assert a[slot].tobytes() == arrays_of(other.pool)[name][slot].tobytes()
 
 
-def serve(setting, tokens, windows, batch_row=1):
-    """One request's outputs, given its tokens in windows (length, how many of them are accepted), in a fixed batch."""
-    pool, at, waits, outputs = setting.pool(), 0, 0, []
-    rest = parameters(setting.variant, setting.mixer)
-    for length, accepted in windows:
-        x = {name: np.zeros((setting.T, *a.shape[1:]), a.dtype) for name, a in tokens.items()}
-        for name, a in tokens.items():
-            x[name][2 : 2 + length] = a[at : at + length]
-        starts = np.zeros(setting.N + 1, np.int32)
-        starts[batch_row:], starts[batch_row + 1 :] = 2, 2 + length
-        write, computed, kept = (np.zeros(setting.N, np.int32) for _ in range(3))
-        write[batch_row], computed[batch_row], kept[batch_row] = 3, at, waits
-        o, pool = setting.call({**x, **rest}, pool, pg.Batch(starts, write, computed, kept))
-        outputs.append(o[2 : 2 + accepted])
-        at += accepted
-        waits = accepted
-    return np.concatenate(outputs), {name: a[3] for name, a in arrays_of(pool).items() if "window" not in name}
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_windows_equal_single_tokens_and_rejections_leave_no_trace(library):
     setting = Setting(library=library, mixer=True, room=4)
     tokens = draw_tokens("GDN", 14, 3, mixer=True)
-    single, state = serve(setting, tokens, [(1, 1)] * 12 + [(2, 2)])
+    single, state = one_request(setting, tokens, [(1, 1)] * 12 + [(2, 2)])
     for windows in (
         [(4, 4), (4, 4), (4, 4), (2, 2)],
         [(4, 1), (4, 3), (3, 2), (4, 0), (4, 4), (2, 1), (1, 1), (2, 2)],
         [(2, 0), (3, 3), (1, 0), (4, 4), (4, 2), (3, 3), (2, 2)],
     ):
-        outputs, after = serve(setting, tokens, windows)
+        outputs, after = one_request(setting, tokens, windows)
         assert outputs.tobytes() == single.tobytes()
         for name, a in after.items():
             assert a.tobytes() == state[name].tobytes() or windows[-1] != (2, 2), name
@@ -249,7 +231,7 @@ def test_pools_that_cannot_be(change, sentence):
         pg.state_pool(**{"num_slots": 4, "library": "numpy", "num_heads": 2, "key_dim": 8, "window": 2, **change})
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", FIRST)
 def test_slots_travel(library):
     setting = Setting(library=library, mixer=True)
     _, pool = call(setting, 9)
@@ -260,7 +242,7 @@ def test_slots_travel(library):
         assert a[1].tobytes() == a[4].tobytes(), name
         assert not np.any(a[[0, 2]])
     go_on = {"num_computed_tokens": [10], "num_accepted_tokens": [1]}
-    for other, layout in (("numpy", "vk"), ("torch", "kv"), ("jax", "vk")):
+    for other, layout in (("numpy", "vk"), ("torch", "kv"), (library, "vk")):
         target = Setting(library=other, mixer=True, state_layout=layout)
         moved = target.pool().import_(6, pool.export(4), state_layout=layout)
         assert moved.export(6, state_layout=layout).recurrent.tobytes() == pool.export(4).recurrent.tobytes()
@@ -274,7 +256,7 @@ def test_slots_travel(library):
         Setting(library=library).pool().import_(1, pool.export(1)._replace(window={}))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", FIRST)
 def test_the_output_norm_and_its_gate_are_in_the_call(library):
     setting = Setting(library=library, mixer=True)
     rng = np.random.default_rng(0)
@@ -298,7 +280,8 @@ def test_the_output_norm_and_its_gate_are_in_the_call(library):
     np.testing.assert_allclose(np.concatenate(outputs), whole, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["GatedDeltaNet2", pytest.param("KimiDeltaAttention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GatedDeltaNet2", "KimiDeltaAttention"])
 def test_layers_take_a_pool(name):
     nnx = pytest.importorskip("flax.nnx")
     import portable_gdn.layers as layers
@@ -317,6 +300,32 @@ def test_layers_take_a_pool(name):
     np.testing.assert_allclose(np.concatenate(outputs), want, rtol=2e-4, atol=2e-5)
     with pytest.raises(pg.GdnError, match="an update takes ragged tokens"):
         layer.update(x[None], pool, pg.Batch([0, 9], [1], [0]))
+
+
+def test_torch_writes_the_pool_in_place_and_others_do_not():
+    for library in ("torch", "numpy"):
+        setting = Setting(library=library, mixer=True)
+        pool = setting.pool()
+        before = {name: id(a) for name, a in pool.operands().items()}
+        held = arrays_of(pool)
+        _, after = call(setting, 2, pool=pool)
+        same = {name: id(a) for name, a in after.operands().items()} == before
+        assert same == (library == "torch")
+        changed = any(a.tobytes() != held[name].tobytes() for name, a in arrays_of(pool).items())
+        assert changed == (library == "torch")
+
+
+@pytest.mark.parametrize("library", FIRST)
+def test_states_in_bfloat16_round_once_a_step(library):
+    tokens = draw_tokens("GDN", 13, 0, mixer=True)
+    windows = [(4, 4), (1, 1), (4, 3), (2, 2), (3, 3)]
+    exact, state = one_request(Setting(library=library, mixer=True, room=4), tokens, windows)
+    rounded = Setting(library=library, mixer=True, room=4, state_dtype="bfloat16")
+    o, held = one_request(rounded, tokens, windows)
+    assert held["pool.recurrent"].dtype.name == "bfloat16"
+    for got, want in ((o, exact), (held["pool.recurrent"].astype(np.float32), state["pool.recurrent"])):
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert 1e-5 < error < len(windows) * 2.0**-9
 
 
 def test_explain_says_which_backend_serves():
@@ -379,13 +388,19 @@ def test_slots_beyond_two_gigas_of_elements():
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_many_schedules(library, variant, mixer):
     for options in ({"room": 8, "T": 24, "every": 5}, {"room": 0}, {"room": 4, "window": 1, "dtype": "bfloat16"}):
-        setting = Setting(variant, library, mixer=mixer, **options)
 
-        @drawn(60)
-        def schedules(rng, setting=setting):
-            follow(setting, rng, (0, 1, 2, 3, 4, 5, 7, 8, 9), steps=6)
+        @drawn(20)
+        def schedules(rng):
+            follow(Setting(variant, library, mixer=mixer, **options), rng, (0, 1, 2, 3, 4, 5, 7, 8, 9), steps=6)  # noqa: B023
 
         schedules()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["GDN", "KDA"])
+def test_kernels_of_fla_by_gather_and_scatter(variant):
+    pytest.importorskip("fla")
+    follow(Setting(variant, "torch", "fla-interpret", N=2, T=8, every=2, room=2), random.Random(1), (0, 1, 2, 4), 3)
 
 
 @pytest.mark.slow

@@ -38,7 +38,11 @@ def follow(setting, seed, steps=4, poison=None):
 
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [("GDN", {"mixer": True, "every": 4, "room": 2}), ("GDN", {"room": 0}), ("GDN-2", {"room": 2})],
+    [
+        ("GDN", {"mixer": True, "every": 4, "room": 2}),
+        ("GDN", {"room": 0}),
+        pytest.param("GDN-2", {"room": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_schedules(variant, options):
     setting = Setting(variant, "jax", "pallas-interpret", N=3, T=12, **options)
@@ -46,6 +50,17 @@ def test_schedules(variant, options):
     poisoned = follow(setting, 3, poison=np.nan)
     for a, b in zip(clean.outputs, poisoned.outputs, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["GDN", "KDA"])
+def test_windows_equal_single_tokens_and_rejections_leave_no_trace(variant):
+    setting = Setting(variant, "jax", "pallas-interpret", mixer=True, room=4)
+    tokens = serving.draw_tokens(variant, 14, 3, mixer=True)
+    single, _ = serving.one_request(setting, tokens, [(1, 1)] * 12 + [(2, 2)])
+    for windows in ([(4, 4)] * 3 + [(2, 2)], [(4, 1), (4, 3), (3, 2), (4, 0), (4, 4), (2, 1), (1, 1), (2, 2)]):
+        outputs, _ = serving.one_request(setting, tokens, windows)
+        assert outputs.tobytes() == single.tobytes()
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from portable_gdn import door
+from portable_gdn import dispatch, door
+from portable_gdn.harness import properties
 from portable_gdn.harness.cases import Case, build
 from portable_gdn.harness.verify import verify
 from portable_gdn.spec.norm import gated_norm, gated_norm_vjp
@@ -52,7 +53,7 @@ def signature(case):
         slow(replace(LONG, name="KDA", variant="KDA", norm="sigmoid"), True),
         slow(replace(LONG, name="without a gate, float32", dtype="float32", norm="alone"), True),
         slow(replace(LONG, name="heads of two tiles", V=256, HV=1), True),
-        slow(replace(LONG, name="packed", layout="packed with empties"), False),
+        slow(replace(LONG, name="packed, plain kernel", layout="packed with empties"), False),
         slow(replace(LONG, name="masked", layout="holes"), False),
         slow(replace(SHORT, name="narrow heads", K=64, V=64), False),
         slow(SHORT, False),
@@ -63,6 +64,21 @@ def test_a_mixer_with_a_norm_is_the_oracle_s(case, inside):
     plan = pipeline(signature(case), CHIPS["v6e"])
     assert (plan is not None and plan.norm is not None) == inside
     assert not verdict(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["GDN", "KDA"])
+def test_packed_sequences_are_normed_inside_too(variant):
+    """Chunks that share a block of 128 tokens each write their own rows of it, normed and as they were before."""
+    inputs = build(replace(LONG, T=300, variant=variant, state=False))
+    operands = {**inputs.operands, "cu_seqlens": np.array([0, 130, 131, 131, 300], np.int32)}
+    inputs = inputs._replace(operands=operands, cotangents={"o": inputs.cotangents["o"]})
+    backend = dispatch.get(NAME)
+    plan = pipeline(properties._problem(backend, inputs).signature, CHIPS["v6e"])
+    assert plan is not None
+    assert plan.packed
+    assert plan.norm is not None
+    properties._close(backend, inputs, properties._with_gradients(backend, inputs), "packed")
 
 
 def arrays(T, HV, V, z=True, seed=0):

@@ -220,16 +220,19 @@ def output_blocks(p: Pipeline, dtypes: tuple[Any, Any]) -> Outputs:
     return Outputs(o, final, Kept(**kept), o_kept if "o" in p.keeps else None)
 
 
-def scratch(p: Pipeline, dtype: Any) -> Scratch:
-    """All scratch of the kernel; dtype: of o."""
+def scratch(p: Pipeline, dtypes: tuple[Any, Any]) -> Scratch:
+    """All scratch of the kernel; dtypes: as of ``output_blocks``."""
     tokens, units = (CHUNK, p.U) if p.packed else (p.U * CHUNK, 1)
-    windows = o_stage = S_stage = sent = None
+    windows = o_stage = kept_stage = S_stage = sent = None
     if p.inside.width:
         window = lambda width: pltpu.VMEM((width // CHUNK, HISTORY + tokens, CHUNK), F32)  # noqa: E731
         windows = Windows(window(p.P * p.K), window(p.P * p.K), window(p.heads * p.V))
     if p.packed:
-        o_stage, sent = pltpu.VMEM((CHUNK, p.heads * p.V), dtype), pltpu.SemaphoreType.DMA((p.U,))
+        o_stage, kept_stage = (pltpu.VMEM((CHUNK, p.heads * p.V), dtype) for dtype in dtypes)
+        kept_stage = kept_stage if "o" in p.keeps else None
+        sent = pltpu.SemaphoreType.DMA((p.U,))
         if not all(span.whole for span in (*p.keys, *p.values)):
             S_stage = pltpu.VMEM((p.heads, p.K, p.V), F32)
-    unit = UnitScratch(pltpu.VMEM((p.heads, p.key_lanes, p.value_lanes), F32), windows, o_stage, S_stage)
-    return Scratch([unit] * units, sent, sent, [slot(p)] * p.U)
+    state = pltpu.VMEM((p.heads, p.key_lanes, p.value_lanes), F32)
+    unit = UnitScratch(state, windows, o_stage, S_stage, kept_stage)
+    return Scratch([unit] * units, sent, sent, [slot(p)] * p.U, None if kept_stage is None else sent)

@@ -176,6 +176,7 @@ def forward(
     results = output_blocks(p, dtypes)
     table = tb.chunk_table(p, cu_seqlens) if p.packed else None
     how = Launch("gated_delta_rule_pipeline", (p.parts, p.entries + 1), vmem(p), interpret)
-    out = launch(partial(_kernel, p), how, table, operands, results, scratch(p, dtypes[0]))
-    o = jnp.reshape(out.o[: p.T] if p.packed else out.o, (p.B, p.T, p.groups * p.heads, p.V))
-    return o, out.S_last, {name: out.o_kept if name == "o" else getattr(out.kept, name) for name in p.keeps}
+    out = launch(partial(_kernel, p), how, table, operands, results, scratch(p, dtypes))
+    by_head = lambda a: jnp.reshape(a[: p.T] if p.packed else a, (p.B, p.T, p.groups * p.heads, p.V))  # noqa: E731
+    kept = {name: getattr(out.kept, name) for name in p.keeps if name != "o"}
+    return by_head(out.o), out.S_last, kept if out.o_kept is None else {**kept, "o": by_head(out.o_kept)}

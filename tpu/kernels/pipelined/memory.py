@@ -147,9 +147,9 @@ class ChunkMemory:
             self.put_output(span.first + n, o[:, n * LANES : (n + 1) * LANES])
 
     def _normed(self, kind: NormKind, span: Span, o: Array) -> Array:
-        kept, here = self.outputs.o_kept, slice(self.u * CHUNK, (self.u + 1) * CHUNK)
-        if kept is not None:
-            kept[0, here, span.first * LANES : span.first * LANES + span.lanes] = o.astype(kept.dtype)
+        if self.outputs.o_kept is not None:
+            lanes = slice(span.first * LANES, span.first * LANES + span.lanes)
+            self._put(self.outputs.o_kept, (self._unit.kept_stage, self._last.kept_stage), lanes, o)
         z = None
         if self.inputs.z is not None:
             place = place_of_chunk(self.p, self.inputs.z, self.u)
@@ -160,11 +160,15 @@ class ChunkMemory:
     def put_output(self, number: int, o: Array) -> None:
         """128 channels of the output [C, 128]; of packed sequences the chunk's rows alone, beside what others left."""
         lanes = slice(number * LANES, (number + 1) * LANES)
+        self._put(self.outputs.o, (self._unit.o_stage, self._last.o_stage), lanes, o)
+
+    def _put(self, ref: Ref, stages: tuple[Ref | None, Ref | None], lanes: slice, o: Array) -> None:
+        """Some lanes of the chunk's rows; stages: this chunk's and the one's before it, of packed sequences."""
         if not self.p.packed:
-            ref, first = self.outputs.o, self.u * CHUNK
+            first = self.u * CHUNK
             ref[0, first : first + CHUNK, lanes] = o.astype(ref.dtype)
             return
-        stage, last = self._unit.o_stage, self._last.o_stage
+        stage, last = stages
         assert stage is not None
         assert last is not None
         others = jnp.where(self.advanced.fresh, 0.0, last[:, lanes].astype(F32))

@@ -56,8 +56,8 @@ CHANNEL_HEADS = 8
 
 
 def norm_inside(s: Signature) -> bool:
-    """Whether the pipelined kernel does a call's output norm itself: that of rows, whose heads are whole tiles."""
-    return s.norm is not None and not prepared_outside(s) and not s.packed and s.V % LANES == 0
+    """Whether the pipelined kernel does a call's output norm itself: where heads are whole tiles."""
+    return s.norm is not None and not prepared_outside(s) and s.V % LANES == 0
 
 
 def why_not(s: Signature) -> str | None:

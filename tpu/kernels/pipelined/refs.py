@@ -94,6 +94,7 @@ class UnitScratch:
         S: the state that the chunk starts from [heads, key lanes, value lanes] float32, a head's in whole tiles.
         windows: what the convolution reads, or None.
         o_stage: the output on its way to HBM [C, channels], of packed sequences.
+        kept_stage: what it was before its norm, likewise, where that is kept.
         S_stage: a final state on its way to HBM [heads, K, V], of packed sequences with heads that are no whole tiles.
     """
 
@@ -101,6 +102,7 @@ class UnitScratch:
     windows: Windows | None
     o_stage: Ref | None
     S_stage: Ref | None
+    kept_stage: Ref | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -112,3 +114,4 @@ class Scratch:
     o_sent: Ref | None
     S_sent: Ref | None
     slots: list[Slot] | list[ChannelSlot]
+    kept_sent: Ref | None = None

@@ -34,7 +34,7 @@ class PackedResults:
         """Start the copies."""
         p = self.p
         for u, chunk in enumerate(self.entry.chunks):
-            self._when_whole(u, lambda u=u: self._output(u).start())
+            self._when_whole(u, lambda u=u: self._start(u))
             last, empty = chunk.flags & tb.LAST != 0, chunk.begin == chunk.end
             pl.when(last & ~empty if p.starts else last)(lambda u=u: self._send_state(u))
             if p.starts:
@@ -43,7 +43,7 @@ class PackedResults:
     def wait(self) -> None:
         """Wait until they have arrived."""
         for u, chunk in enumerate(self.entry.chunks):
-            self._when_whole(u, lambda u=u: self._output(u).wait())
+            self._when_whole(u, lambda u=u: self._await(u))
             last, empty = chunk.flags & tb.LAST != 0, chunk.begin == chunk.end
             pl.when(last & ~empty if self.p.starts else last)(lambda u=u: self._state(u, self._state_place(u)).wait())
 
@@ -54,11 +54,23 @@ class PackedResults:
         else:
             pl.when(self.entry.chunks[u + 1].flags & tb.FRESH != 0)(action)
 
-    def _output(self, u: int) -> Any:
+    def _start(self, u: int) -> None:
+        for copy in self._outputs(u):
+            copy.start()
+
+    def _await(self, u: int) -> None:
+        for copy in self._outputs(u):
+            copy.wait()
+
+    def _outputs(self, u: int) -> list[Any]:
+        """The copies of a chunk's block of the output, and of what is kept of it before its norm."""
         width = self.p.heads * self.p.V
         place = pl.ds(self.entry.chunks[u].block * CHUNK, CHUNK), pl.ds(self.entry.group * width, width)
-        stage, o = self.scratch.units[u].o_stage, self.outputs.o
-        return pltpu.make_async_copy(stage, o.at[place], self.scratch.o_sent.at[u])
+        unit, scratch, outputs = self.scratch.units[u], self.scratch, self.outputs
+        pairs = [(unit.o_stage, outputs.o, scratch.o_sent)]
+        if outputs.o_kept is not None:
+            pairs.append((unit.kept_stage, outputs.o_kept, scratch.kept_sent))
+        return [pltpu.make_async_copy(stage, o.at[place], sent.at[u]) for stage, o, sent in pairs]
 
     def _state_place(self, u: int) -> Ref:
         heads = self.p.heads

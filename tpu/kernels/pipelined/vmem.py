@@ -92,7 +92,8 @@ def scratch(p: Pipeline) -> list[Buffer]:
         channels = 2 * p.P * p.K + p.heads * p.V
         found.append(Buffer("windows of q, k, v", (p.U, channels // LANES, C, LANES), "float32"))
     if p.packed:
-        found.append(Buffer("o_stage", (C, p.heads * p.V), _DTYPES[p.v_bytes], p.U))
+        stages = 2 if "o" in p.keeps else 1
+        found.append(Buffer("o_stage", (C, p.heads * p.V), _DTYPES[p.v_bytes], stages * p.U))
     return found
 
 
