@@ -53,6 +53,7 @@ def command(*words: object):
     return CliRunner().invoke(app, ["generate", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_the_command_continues_a_prompt(folder, model):
     """Text in and text out, ids in and ids out, of the same tokens; what is no text is on standard error."""
     from tokenizers import Tokenizer
