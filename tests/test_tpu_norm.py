@@ -81,6 +81,38 @@ def test_packed_sequences_are_normed_inside_too(variant):
     properties._close(backend, inputs, properties._with_gradients(backend, inputs), "packed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 2, 3, 129])
+def test_short_rows_and_one_token_more_than_a_chunk(T):
+    assert not verdict(replace(LONG, name=f"T = {T}", T=T))
+
+
+@pytest.mark.slow
+def test_a_long_row():
+    report = verify(["xla"], full=True, cases=[replace(LONG, name="long", T=8191, K=16, V=16)], in_process=True)
+    assert report.rows
+    assert report.ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["softplus", None])
+@pytest.mark.parametrize("name", [NAME, "xla"])
+def test_keys_without_a_norm_gates_at_their_ends_and_sequences_shorter_than_the_convolution(name, gate):
+    inputs = build(replace(LONG, T=200, state=False, gate=gate))
+    operands = {key: a.copy() for key, a in inputs.operands.items()}
+    operands["qkv"][:, 20:60] = 0  # so that convolved q and k are 0, and v
+    ends = [1e4, -1e4, -1e30, 1e4, 0, -1e4] if gate else [0, -1e4, -np.inf, -1e-30, -np.inf, -90]
+    operands["g"][:, 70:76] = np.array(ends, operands["g"].dtype)[:, None]
+    operands["z"][:, 80:83] = np.array([1e4, -1e4, 0], operands["z"].dtype).reshape(3, *[1] * (operands["z"].ndim - 2))
+    operands["cu_seqlens"] = np.array([0, 1, 3, 3, 6, 150, 200], np.int32)
+    inputs = inputs._replace(operands=operands, cotangents={"o": inputs.cotangents["o"]})
+    backend = dispatch.get(name)
+    found = properties._with_gradients(backend, inputs)
+    for key, a in found.items():
+        assert np.isfinite(np.asarray(a, np.float64)).all(), key
+    properties._close(backend, inputs, found, "ends")
+
+
 def arrays(T, HV, V, z=True, seed=0):
     rng = np.random.default_rng(seed)
     made = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
