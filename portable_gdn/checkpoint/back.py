@@ -13,6 +13,7 @@ from .lora import PREFIX, Slots, slots_of, with_factors
 from .output import Output, Part
 from .plan import check_shared
 from .reader import Checkpoint
+from .regrouping import chunked, regroup
 from .spelling import spell
 from .table import Bound, Dialect, Key, Made, Spec, bind, describe
 from .targets import FAMILY_TARGETS, STEP, TREES
@@ -66,9 +67,11 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
     if slots is not None:
         dialect = with_factors(dialect, slots)
     layers = record.linear_layers
-    wanted, unknown, _ = bind(
-        dialect, {n: s for n, s in originals.items() if n not in carried}, record.sizes, record.block, layers
-    )
+    described = {n: s for n, s in originals.items() if n not in carried}
+    regrouped = chunked(family, dialect, described, record.sizes)
+    for name, group in regrouped.items():
+        described[name] = Spec(described[name].dtype, (group.rows, *described[name].shape[1:]))
+    wanted, unknown, _ = bind(dialect, described, record.sizes, record.block, layers)
     if unknown:
         raise GdnError(
             f"{unknown[0]} was in the port's source and is not known to this version; it cannot be written back."
@@ -116,8 +119,15 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
         parts = tuple(Part(have[key], segment, index) for key, (segment, index) in made.parts.items())
         dtypes = {part.place.bound.spec.dtype for part in parts}
         if any(not widens(spec.dtype, dtype) for dtype in dtypes):
-            lost.append(name)
-        outputs.append(Output(name, spec, made, parts, cast=dtypes != {spec.dtype}))
+            lost += regrouped[name].parts if name in regrouped else [name]
+        outputs.append(Output(name, described[name], made, parts, cast=dtypes != {spec.dtype}))
+    whole = {output.name: output for output in outputs if output.name in regrouped}
+    lengths = {name: originals[name].shape[0] for name in regrouped}
+    outputs = [
+        regroup(output, originals[output.name], regrouped, whole, port, lengths) if output.name in regrouped else output
+        for output in outputs
+    ]
+    lost = list(dict.fromkeys(lost))
     if lost and not lossy:
         raise GdnError(
             f"{lost[0]} and {len(lost) - 1} more were cast when they were ported, and lost what their bytes "

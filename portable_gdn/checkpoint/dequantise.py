@@ -30,7 +30,7 @@ import numpy as np
 from ..spec.errors import GdnError, bad
 from .dtypes import FLOAT8, dtype_of
 from .quantised import quantisation
-from .reader import Checkpoint
+from .reader import Checkpoint, Regrouped
 from .table import Spec
 
 __all__ = ["Dequantising", "Quantised", "can_dequantise", "find"]
@@ -253,7 +253,12 @@ class Dequantising(Checkpoint):
 
     def stored(self, name: str) -> tuple[str, ...]:
         """The tensors of the files that this one is made of."""
-        return self.quantised[name].parts if name in self.quantised else (name,)
+        return self.quantised[name].parts if name in self.quantised else super().stored(name)
+
+    def regroup(self, found: Mapping[str, Regrouped]) -> None:
+        """Take these tensors to be cut so from now on."""
+        super().regroup(found)
+        self._dense = {}
 
     def array(self, name: str) -> np.ndarray:
         """A tensor; a quantised one in bfloat16 (or float32), of which one at a time is kept."""

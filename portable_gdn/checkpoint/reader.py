@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .dtypes import dtype_of
 from .header import MAX_TENSORS, Header, Tensor, read_header, what_else
 from .table import Spec
 
-__all__ = ["INDEX_SUFFIX", "Checkpoint", "read_json"]
+__all__ = ["INDEX_SUFFIX", "Checkpoint", "Regrouped", "read_json"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _ADAPTER = re.compile(r"adapter_model(-.*)?\.safetensors")
@@ -53,12 +54,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class Regrouped:
+    """A tensor that is not what the files have under its name: rows of several stored ones, one after the other.
+
+    parts: these, in order. begin: its first row among theirs. rows: how many it has.
+    """
+
+    parts: tuple[str, ...]
+    begin: int
+    rows: int
+
+
 class Checkpoint:
     """The safetensors files of a folder (or one file), opened by their headers alone.
 
     path: what was opened. files: their paths by name. headers: by the same names. where: file and place of each tensor.
     config: of config.json beside them, empty if there is none. index: the index file's name, or None. hint: what may be
-    wrong with what was opened, to be said where something is.
+    wrong with what was opened, to be said where something is. regrouped: tensors that are cut otherwise in the files.
     """
 
     hint = ""
@@ -94,6 +107,7 @@ class Checkpoint:
             self._check_index(listed)
         config = self.folder / "config.json"
         self.config = read_json(config) if config.is_file() else {}
+        self.regrouped: dict[str, Regrouped] = {}
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._asked: set[str] = set()
 
@@ -168,7 +182,14 @@ class Checkpoint:
     @property
     def inventory(self) -> dict[str, Spec]:
         """What is there, in the order of files and of data in them."""
-        return {name: Spec(tensor.dtype, tensor.shape) for name, (_, tensor) in self.where.items()}
+        found = {name: Spec(tensor.dtype, tensor.shape) for name, (_, tensor) in self.where.items()}
+        for name, group in self.regrouped.items():
+            found[name] = Spec(found[name].dtype, (group.rows, *found[name].shape[1:]))
+        return found
+
+    def regroup(self, found: Mapping[str, Regrouped]) -> None:
+        """Take these tensors to be cut so from now on; names, and the files, stay."""
+        self.regrouped.update(found)
 
     @property
     def nbytes(self) -> int:
@@ -176,11 +197,20 @@ class Checkpoint:
         return sum(tensor.nbytes for _, tensor in self.where.values())
 
     def stored(self, name: str) -> tuple[str, ...]:
-        """The tensors of the files that a tensor of the inventory is made of: itself."""
-        return (name,)
+        """The tensors of the files that a tensor of the inventory is made of: itself, but for regrouped ones."""
+        return self.regrouped[name].parts if name in self.regrouped else (name,)
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor as a read-only array over mapped memory; nothing is read until it is looked at."""
+        """A tensor as a read-only array over mapped memory; nothing is read until it is looked at.
+
+        A regrouped one is a copy.
+        """
+        group = self.regrouped.get(name)
+        if group is None:
+            return self._mapped(name)
+        return np.concatenate([self._mapped(part) for part in group.parts])[group.begin : group.begin + group.rows]
+
+    def _mapped(self, name: str) -> np.ndarray:
         file, tensor = self.where[name]
         if file not in self._maps:
             if len(self._maps) >= _MAPS:

@@ -35,7 +35,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     becomes: dict[str, list[str]] = {}
     for output in (*plan.outputs, *plan.side):
         for name in output.sources:
-            becomes.setdefault(name, []).append(output.name)
+            for part in source.checkpoint.regrouped[name].parts if name in source.checkpoint.regrouped else (name,):
+                becomes.setdefault(part, []).append(output.name)
     rules = {name: group.rule for group in plan.skipped for name in group.names}
     few = source.checkpoint if isinstance(source.checkpoint, Dequantising) else None
     quantised, left_out = (few.quantised, few.left_out) if few is not None else ({}, {})

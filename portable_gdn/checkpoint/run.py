@@ -114,7 +114,7 @@ class Session:
                 with closing(slabs):
                     for shard in todo:
                         sources = {} if self.exact else self._hashing(shard, source, hasher, array is not None)
-                        self._shard(shard, slabs, sink, hasher)
+                        self._shard(shard, source, slabs, sink, hasher)
                         checks.append(verifier.submit(self._verify, shard, source, sources))
                         while len(checks) > 2:
                             checks.pop(0).result()
@@ -147,13 +147,20 @@ class Session:
         found = {}
         for output in shard.outputs:
             for name in _stored(output, source):
-                alone = source.where[name][1].nbytes > SLAB or computed
-                if alone and output.verbatim is None and name not in self.hashes and name not in self._hashed:
+                alone = source.where[name][1].nbytes > SLAB or computed or name in source.regrouped
+                if alone and not _verbatim(output, source) and name not in self.hashes and name not in self._hashed:
                     self._hashed.add(name)
                     found[name] = hasher.submit(_hash_of, source, name)
         return found
 
-    def _shard(self, shard: Shard, slabs: Iterator[Slab], sink: ThreadPoolExecutor, hasher: ThreadPoolExecutor) -> None:
+    def _shard(
+        self,
+        shard: Shard,
+        source: Checkpoint,
+        slabs: Iterator[Slab],
+        sink: ThreadPoolExecutor,
+        hasher: ThreadPoolExecutor,
+    ) -> None:
         """Write one file under a temporary name."""
         part = self.partial / (shard.name + ".part")
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +176,7 @@ class Session:
             self._tell(shard.name, len(shard.header))
             for output in shard.outputs:
                 crc, sha = _Crc(), None
-                if self.exact or (output.verbatim is not None and output.nbytes > SLAB):
+                if self.exact or (_verbatim(output, source) and output.nbytes > SLAB):
                     sha = hashlib.sha256()
                 states.append((output, crc, sha))
                 for _ in output.slabs(SLAB):
@@ -245,6 +252,11 @@ class Session:
 def _stored(output: Output, source: Checkpoint) -> tuple[str, ...]:
     """The tensors of the source's files that go into an output."""
     return tuple(part for name in output.sources for part in source.stored(name))
+
+
+def _verbatim(output: Output, source: Checkpoint) -> bool:
+    """Whether an output's bytes are those of a tensor of the source's files."""
+    return output.verbatim is not None and source.stored(output.verbatim) == (output.verbatim,)
 
 
 def _hash_of(source: Checkpoint, name: str) -> str:

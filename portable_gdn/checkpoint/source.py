@@ -30,6 +30,7 @@ from .identity import model_types, no_linear_layer, unknown_model
 from .lora import ADAPTER_RULES, CONFIG, PREFIX, is_adapter, is_factor, refuse_others, slots_of, with_factors
 from .quantised import quantisation, refuse_quantised
 from .reader import Checkpoint, read_json
+from .regrouping import chunked, note
 from .spelling import spell, unwrapped
 from .table import MEANING, SCALE, Dialect, Key, Place, Spec, bind
 
@@ -196,6 +197,11 @@ def read(
     for dim, size in known.items():
         if isinstance(size, bool) or not 0 < size < 2**31:
             raise bad(f"config.json's {MEANING.get(dim, dim)}", size, "be a positive whole number")
+    plain = {name: spec for name, spec in inventory.items() if checkpoint.stored(name) == (name,)}
+    checkpoint.regroup(chunked(found, dialect, plain, known))
+    inventory.update((name, checkpoint.inventory[name]) for name in inventory if name in checkpoint.regrouped)
+    if checkpoint.regrouped:
+        notes += (note(checkpoint.regrouped),)
     kinds = None if adapter else layer_kinds(found, dialect, inventory, config)
     linear = linear_layers(config) if kinds is None else sorted(kinds.linear)
     places, unknown, sizes = bind(dialect, inventory, known, block, linear)

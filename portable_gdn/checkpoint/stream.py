@@ -147,7 +147,9 @@ class _Stream:
         yield from waiting
 
     def _span(self, move: Move) -> _Span | None:
-        """The bytes to read for a move, or None where they are too far apart."""
+        """The bytes to read for a move, or None where they are too far apart or not as they are in the file."""
+        if self._source.stored(move.name) != (move.name,):
+            return None
         whole = self._source.where[move.name][1].nbytes
         if whole <= self._size:
             return _Span(move.name, 0, whole)

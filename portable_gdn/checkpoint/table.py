@@ -317,13 +317,12 @@ def _misfit(name: str, spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> st
     widths = [sizes.get(dim) for dim in ("Hk", "R", "Dk", "Dv")]
     if name.endswith("_conv1d.weight") and None not in widths:
         Hk, R, Dk, Dv = widths
-        if 3 * shape[0] == 2 * Hk * Dk + Hk * R * Dv:  # type: ignore[operator]
+        total = 2 * Hk * Dk + Hk * R * Dv  # type: ignore[operator]
+        if shape[:1] in ([-(-total // 3)], [total - 2 * -(-total // 3)]):
             return (
-                f"{name} has {shape[0]} rows, a third of all: transformers' save_pretrained cuts the joined "
-                f"convolution "
-                f"into equal thirds where keys and values differ in width; it must be split at the heads' "
-                f"widths instead, "
-                f"as the original release has it."
+                f"{name} has {shape[0]} rows, a third of all, as transformers' save_pretrained cuts OLMo-Hybrid's "
+                f"joined convolution; all three of a layer of OLMo-Hybrid must be cut so, into equal thirds of one "
+                f"dtype, or be split at the heads' widths, as the original release has them."
             )
     text = entry.layout.text
     known = ", ".join(f"{d} = {n}" for d, n in sizes.items() if re.search(rf"\b{d}\b", text))

@@ -95,6 +95,8 @@ class Family:
     says: sizes of dims that the configuration tells and shapes tell too, by its keys: they must agree.
     tied: whether the head is the embedding where the configuration does not say.
     conv_activation: whether the short convolution's activation is the configuration's hidden_act; else it is SiLU.
+    chunked: pieces of a layer that transformers holds as one tensor, in this order, and saves in equal chunks whatever
+        their widths (``regrouping``).
     """
 
     name: str
@@ -111,6 +113,7 @@ class Family:
     says: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SAYS)
     tied: bool = False
     conv_activation: bool = True
+    chunked: tuple[str, ...] = ()
 
 
 SAYS: Mapping[str, tuple[str, ...]] = {

@@ -24,7 +24,6 @@ GDN_PROJECTIONS = {
 
 NORMS = {
     "attention_layer_norm.weight": "norm_1: E",  # linear layers: before the mixer and before the feed-forward
-    "feedforward_layer_norm.weight": "norm_2: E",
     "post_attention_layernorm.weight": "post_norm_1: E",  # full layers: after each
     "post_feedforward_layernorm.weight": "post_norm_2: E",
 }
@@ -60,10 +59,14 @@ OLMO_HYBRID = Family(
         *entries(ATTENTION, LAYER + "self_attn."),
         *entries(DENSE, LAYER + "mlp."),
         *entries(NORMS, LAYER),
+        *entries({"feedforward_layer_norm.weight": "norm_2: E"}, LAYER, when="linear"),
+        # transformers' save_pretrained (5.24) calls this norm of full layers so, too, and reads it back
+        *entries({"feedforward_layer_norm.weight": "post_norm_1: E"}, LAYER, when="full"),
         *entries(MODEL),
     ),
     _dims,
     _mixer,
     may_lack=_may_lack,
     says={**SAYS, "D": ("head_dim",)},
+    chunked=("conv_q", "conv_k", "conv_v"),
 )
