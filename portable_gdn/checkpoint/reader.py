@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class Checkpoint:
     """
 
     hint = ""
+    regrouped: Mapping[str, Regrouped] = MappingProxyType({})
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
         """Open ``path``; ``names`` are the files to take, if not all that belong together.
@@ -107,7 +109,6 @@ class Checkpoint:
             self._check_index(listed)
         config = self.folder / "config.json"
         self.config = read_json(config) if config.is_file() else {}
-        self.regrouped: dict[str, Regrouped] = {}
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._asked: set[str] = set()
 
@@ -189,7 +190,7 @@ class Checkpoint:
 
     def regroup(self, found: Mapping[str, Regrouped]) -> None:
         """Take these tensors to be cut so from now on; names, and the files, stay."""
-        self.regrouped.update(found)
+        self.regrouped = {**self.regrouped, **found}
 
     @property
     def nbytes(self) -> int:
