@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from ..spec.errors import GdnError, bad
+from .patch import Patch
 
 __all__ = ["MODELS", "Patch", "patch_transformers"]
 
@@ -32,34 +32,6 @@ _NORM = "RMSNormGated"
 #: The functions by which each model's layers call the rule.
 _RULES = {"qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_moe": _GDN, "kimi_linear": _KDA, "olmo_hybrid": _GDN}
 MODELS = tuple(_RULES)
-
-
-class Patch:
-    """What ``patch_transformers`` replaced; ``undo`` puts it back, and so does the end of a ``with`` block."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-
-    def _replace(self, module: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before = getattr(module, name)
-        after = make(before)
-        setattr(module, name, after)
-        self._replaced.append((module, name, before, after))
-
-    def undo(self) -> None:
-        """Put back what was there, unless somebody else has replaced it meanwhile; may be called twice."""
-        while self._replaced:
-            module, name, before, after = self._replaced.pop()
-            if getattr(module, name) is after:
-                setattr(module, name, before)
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
 
 def patch_transformers(
