@@ -62,9 +62,21 @@ def _form(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("function", [pg.gated_delta_rule, pg.explain])
-def test_signature_of_the_rule(function):
-    assert _form(function) == _form(_rule)
+def test_signature_of_the_rule():
+    assert _form(pg.gated_delta_rule) == _form(_rule)
+
+
+def test_explain_takes_the_arguments_of_the_rule_and_those_of_an_update():
+    form = _form(pg.explain)
+    count = len(_form(_rule))
+    assert form[:count] == _form(_rule)
+    assert [(name, default) for name, _, default in form[count:]] == [
+        ("pool", None),
+        ("batch", None),
+        ("window", None),
+        ("checkpoint_every", None),
+    ]
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in form[count:])
 
 
 def test_signature_of_the_step():

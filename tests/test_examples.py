@@ -14,7 +14,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 #: Each script: what it needs, the arguments of its small form, and what it then says.
 RUNS = {
     "first_call.py": ((), (), "relative error"),
+    "port_and_generate.py": (
+        ("jax", "flax", "transformers"),
+        ("--tokens", "4"),
+        "equal to transformers' in 4 of 4 tokens",
+    ),
     "serve.py": (("jax", "flax"), ("--requests", "12"), "logits differ from those of whole sequences by"),
+    "two_machines.py": (("jax", "torch"), (), "equal within what both declare"),
     "train_layer.py": (("jax", "flax", "optax"), ("--steps", "2"), "step    1: loss"),
 }
 

@@ -12,12 +12,11 @@ LISTED = {
     "fla-interpret": (
         "one token", "no tokens", "a chunk and a token", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf",
         "packed with empties", "left padding", "step", "kimi_linear layer, continued", "qwen3_next layer",
-        "softplus gate, KDA", "GLA", "GLA, scalar gate", "one short of a chunk",
-        "mixer, norm and silu gate",
+        "softplus gate, KDA", "GLA", "GLA, scalar gate", "mixer, norm and silu gate",
     ),
     "pallas-interpret": (
         "one token", "no tokens", "a chunk and a token", "DeltaNet", "a chunk", "KDA", "GDN-2", "GLA",
-        "bfloat16, 64 x 96", "gates one -inf", "gates -20 each", "one key, beta 1.998, bfloat16", "packed",
+        "bfloat16, 64 x 96", "gates one -inf", "one key, beta 1.998, bfloat16",
         "packed with empties", "left padding", "mixer, norm and silu gate", "qwen3_next layer",
     ),
 }  # fmt: skip
