@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -382,6 +383,10 @@ def test_slots_beyond_two_gigas_of_elements():
 # Many more. -----------------------------------------------------------------------------------------------------------
 
 
+#: Schedules of each kind; ``SCHEDULES=200 pytest -m slow tests/test_serving.py`` draws more of them.
+MANY = int(os.environ.get("SCHEDULES", "5"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [False, True], ids=["rule", "mixer"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -389,7 +394,7 @@ def test_slots_beyond_two_gigas_of_elements():
 def test_many_schedules(library, variant, mixer):
     for options in ({"room": 8, "T": 24, "every": 5}, {"room": 0}, {"room": 4, "window": 1, "dtype": "bfloat16"}):
 
-        @drawn(20)
+        @drawn(MANY)
         def schedules(rng):
             follow(Setting(variant, library, mixer=mixer, **options), rng, (0, 1, 2, 3, 4, 5, 7, 8, 9), steps=6)  # noqa: B023
 
@@ -409,7 +414,7 @@ def test_kernels_of_fla_by_gather_and_scatter(variant):
 def test_many_long_schedules(library, mixer):
     setting = Setting("KDA", library, mixer=mixer, T=400, every=128)
 
-    @drawn(20)
+    @drawn(MANY)
     def schedules(rng):
         follow(setting, rng, LONG, steps=6)
 
