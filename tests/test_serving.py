@@ -384,7 +384,7 @@ def test_slots_beyond_two_gigas_of_elements():
 
 
 #: Schedules of each kind; ``SCHEDULES=200 pytest -m slow tests/test_serving.py`` draws more of them.
-MANY = int(os.environ.get("SCHEDULES", "5"))
+MANY = int(os.environ.get("SCHEDULES", "3"))
 
 
 @pytest.mark.slow
