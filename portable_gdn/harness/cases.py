@@ -250,7 +250,8 @@ def recorded() -> list[Case]:
     """Layers of real model code on real text: a whole call each, and a second one that continues from its state."""
     cases = []
     for path in recordings.bundled():
-        cases.append(Case(f"{path.stem} layer", source=path.name, essential=True))
+        essential = path.stem in ("qwen3_next", "kimi_linear")  # a GDN and a KDA; the others have their shapes
+        cases.append(Case(f"{path.stem} layer", source=path.name, essential=essential))
         cases.append(Case(f"{path.stem} layer, continued", source=path.name, prefix="step_"))
     return cases
 
@@ -271,7 +272,7 @@ def designed() -> list[Case]:
         C("GLA", variant="GLA", T=65, essential=True),
         C("GLA, scalar gate", variant="GLA (scalar)", dtype="float16"),
         C("linear attention", variant="linear attention"),
-        C("bfloat16, 64 x 96", dtype="bfloat16", K=64, V=96, HV=6, l2norm=True, essential=True),
+        C("bfloat16, 64 x 96", dtype="bfloat16", K=64, V=96, HV=6, l2norm=True),
         C("float16, 100 x 48", dtype="float16", K=100, V=48),
         C("128 x 128", T=130, H=1, HV=1, K=128, V=128),
         C("256 x 192", T=65, H=1, HV=2, K=256, V=192, dtype="bfloat16"),
