@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 
@@ -17,8 +18,10 @@ from hypothesis import strategies as st  # noqa: E402
 
 SHORT = (0, 1, 1, 2, 3, 5)
 LONG = (0, 1, 2, 3, 127, 128, 129)
-LIBRARIES = ("numpy", "torch", "jax")
-FIRST = ("numpy", "torch", pytest.param("jax", marks=pytest.mark.slow))  # where jax compiles programs of its own
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+TORCH = pytest.param("torch", marks=NEEDS_TORCH)
+LIBRARIES = ("numpy", TORCH, "jax")
+FIRST = ("numpy", TORCH, pytest.param("jax", marks=pytest.mark.slow))  # where jax compiles programs of its own
 VARIANTS = ("DeltaNet", "GDN", "tile-grouped", "KDA", "GDN-2", "GLA")
 
 
@@ -49,6 +52,7 @@ def test_schedules(library, mixer):
     schedules()
 
 
+@NEEDS_TORCH
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "GDN"])
 def test_variants(variant):
     follow(Setting(variant, "torch", every=3), random.Random(1))
@@ -243,7 +247,8 @@ def test_slots_travel(library):
         assert a[1].tobytes() == a[4].tobytes(), name
         assert not np.any(a[[0, 2]])
     go_on = {"num_computed_tokens": [10], "num_accepted_tokens": [1]}
-    for other, layout in (("numpy", "vk"), ("torch", "kv"), (library, "vk")):
+    there = [] if importlib.util.find_spec("torch") is None else [("torch", "kv")]
+    for other, layout in (("numpy", "vk"), *there, (library, "vk")):
         target = Setting(library=other, mixer=True, state_layout=layout)
         moved = target.pool().import_(6, pool.export(4), state_layout=layout)
         assert moved.export(6, state_layout=layout).recurrent.tobytes() == pool.export(4).recurrent.tobytes()
@@ -303,6 +308,7 @@ def test_layers_take_a_pool(name):
         layer.update(x[None], pool, pg.Batch([0, 9], [1], [0]))
 
 
+@NEEDS_TORCH
 def test_torch_writes_the_pool_in_place_and_others_do_not():
     for library in ("torch", "numpy"):
         setting = Setting(library=library, mixer=True)
