@@ -21,7 +21,8 @@ Array = Any
 
 _MODULE = "maxtext.models.qwen3"
 _RULE = "jax_chunk_gated_delta_rule"
-_OPERANDS = ("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "use_qk_norm_in_gdn")
+# Parameters of MaxText's function, by its own names.
+_OPERANDS = tuple("query key value g beta chunk_size initial_state use_qk_norm_in_gdn".split())  # noqa: SIM905
 _OPTIONS = ("cp_axis", "compute_dtype")
 
 
