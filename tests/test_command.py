@@ -306,11 +306,11 @@ def test_every_command_shows_an_example_that_it_takes():
 
     import typer
 
-    from portable_gdn.cli.app import EXAMPLES, app
+    from portable_gdn.cli.app import COMMANDS, app
 
     commands = typer.main.get_command(app).commands
-    assert set(commands) == set(EXAMPLES)
+    assert set(commands) == set(COMMANDS)
     for name, command in commands.items():
         context = typer.Context(command, info_name=name)
         assert f"Example: portable-gdn {name}" in command.get_help(context), name
-        command.make_parser(context).parse_args(shlex.split(EXAMPLES[name]))
+        command.make_parser(context).parse_args(shlex.split(COMMANDS[name][1]))

@@ -14,6 +14,7 @@ from . import provenance
 from .completeness import Kinds, absent, only_linear, refuse_incomplete, without_head
 from .configuration import check_config, text_config
 from .families import family_named
+from .mixer_settings import mixer_settings
 from .reader import Checkpoint
 from .table import bind
 from .targets import TREES
@@ -214,22 +215,9 @@ def _mixer(
     """What makes the layer of such leaves: ``mixer`` says what it computes, the shapes which projections it has."""
     from flax import nnx
 
-    from .. import layers
+    from ..layers.kinds import layer_of_kind
 
-    kind = {
-        "gdn": layers.GatedDeltaNet, "kda": layers.KimiDeltaAttention, "gdn2": layers.GatedDeltaNet2,
-    }[mixer["kind"]]  # fmt: skip
-    settings = {key: mixer[key] for key in ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps")}
-    settings["beta_scale"] = mixer["beta_scale"]
-    conv = shapes.get("q_conv1d.kernel")
-    settings.update(conv_size=conv[0] if conv else 0, conv_bias="q_conv1d.bias" in shapes)
-    if mixer["kind"] != "gdn":
-        for name, short in (("decay_rank", "f"), ("gate_rank", "g")):
-            factor = shapes.get(f"{short}_a_proj.kernel")
-            settings[name] = factor[1] if factor else None
-        settings["gate_bias"] = "g_b_proj.bias" in shapes or "g_proj.bias" in shapes
-    if mixer["kind"] == "kda":
-        settings["lower_bound"] = mixer["lower_bound"]
+    kind, settings = layer_of_kind(mixer["kind"], mixer_settings(mixer, shapes))
     return lambda: kind(hidden_size, rngs=nnx.Rngs(0), **settings, **options)
 
 

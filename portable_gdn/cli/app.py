@@ -24,7 +24,7 @@ from . import (
     verify,
 )
 
-__all__ = ["EXAMPLES", "app"]
+__all__ = ["COMMANDS", "app"]
 
 app = typer.Typer(
     name="portable-gdn",
@@ -56,39 +56,22 @@ def _options(
         interruption.leaves("what was compiled until then may be kept for the next time, and nothing else was written")
 
 
-#: A line of each command that does something useful, shown below its help.
-EXAMPLES = {
-    "info": "",
-    "verify": "-b xla --full",
-    "record": "-b fla --suite standard --stages -o gpu.safetensors",
-    "compare": "gpu.safetensors -b pallas --report out.html",
-    "bisect": "gpu.safetensors -b pallas",
-    "check": "-b mine --cases 5000",
-    "handover": "states.safetensors -b pallas",
-    "doctor": "operands.safetensors",
-    "capture": "recordings -m qwen3_next",
-    "port": "Qwen3-Next-80B-A3B-Instruct out --to jax --check",
-    "inspect": "Qwen3-Next-80B-A3B-Instruct",
-    "generate": "out --prompt 'Once upon a time' --max-new-tokens 64",
-    "tpu-report": "--chip v6e --seqlen 8192 --value-heads 32",
-    "gpu-report": "--arch sm_90",
+#: Every command, and the arguments of an example that is shown below its help.
+COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "info": (info.info, ""),
+    "verify": (verify.verify, "-b xla --full"),
+    "record": (record.record, "-b fla --suite standard --stages -o gpu.safetensors"),
+    "compare": (compare.compare, "gpu.safetensors -b pallas --report out.html"),
+    "bisect": (bisect.bisect, "gpu.safetensors -b pallas"),
+    "check": (check.check, "-b mine --cases 5000"),
+    "handover": (handover.handover, "states.safetensors -b pallas"),
+    "doctor": (doctor.doctor, "operands.safetensors"),
+    "capture": (capture.capture, "recordings -m qwen3_next"),
+    "port": (port.port, "Qwen3-Next-80B-A3B-Instruct out --to jax --check"),
+    "inspect": (port.inspect, "Qwen3-Next-80B-A3B-Instruct"),
+    "generate": (generate.generate, "out --prompt 'Once upon a time' --max-new-tokens 64"),
+    "tpu-report": (tpu_report.tpu_report, "--chip v6e --seqlen 8192 --value-heads 32"),
+    "gpu-report": (gpu_report.gpu_report, "--arch sm_90"),
 }
-
-_COMMANDS: dict[str, Callable[..., Any]] = {
-    "info": info.info,
-    "verify": verify.verify,
-    "record": record.record,
-    "compare": compare.compare,
-    "bisect": bisect.bisect,
-    "check": check.check,
-    "handover": handover.handover,
-    "doctor": doctor.doctor,
-    "capture": capture.capture,
-    "port": port.port,
-    "inspect": port.inspect,
-    "generate": generate.generate,
-    "tpu-report": tpu_report.tpu_report,
-    "gpu-report": gpu_report.gpu_report,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name, epilog=f"Example: portable-gdn {_name} {EXAMPLES[_name]}".rstrip())(_command)
+for _name, (_command, _example) in COMMANDS.items():
+    app.command(_name, epilog=f"Example: portable-gdn {_name} {_example}".rstrip())(_command)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..spec.errors import GdnError, bad
-from ..watching import watch
+from .compiled import compiled_for
 from .shapes import Shape
 
 __all__ = ["DIRECTIONS", "PARTS", "SCOPES", "LayerReport", "LayerShape", "layer_call", "layer_reports"]
@@ -267,25 +267,5 @@ def layer_reports(
     Raises:
         GdnError: the layer cannot be, or nothing can be compiled here.
     """
-    from ..tpu.chips import chip_named, target
-    from ..tpu.scheduling.build import missing, schedules
-
-    for name in chips:
-        chip_named(name)
-    why = missing()
-    if why is not None:
-        raise GdnError(why)
-    function, args = layer_call(of)
-    plans: dict[str, str] = {}
-
-    def told(*args: Any) -> Any:  # traced for one chip after the other
-        with watch() as calls:
-            out = function(*args)
-        plans[target().name] = calls[0].by if calls else ""
-        return out
-
-    found = schedules(told, *args, chips=chips, use_cache=use_cache, progress=progress)
-    return [
-        s if isinstance(s, GdnError) else LayerReport(of, s, plans.get(name, ""))
-        for name, s in zip(chips, found, strict=True)
-    ]
+    found = compiled_for(chips, lambda: layer_call(of), use_cache=use_cache, progress=progress)
+    return [s if isinstance(s, GdnError) else LayerReport(of, s, plan) for s, plan in found]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..spec.errors import GdnError
 from ..spec.operands import GATES
-from ..watching import watch
+from .compiled import compiled_for
 from .shapes import OPERATIONS, VARIANTS, Shape, check_shape, operand_shapes
 
 __all__ = ["OPERATIONS", "VARIANTS", "Shape", "TpuReport", "call", "tpu_reports"]
@@ -169,25 +169,12 @@ def tpu_reports(
     Raises:
         GdnError: an argument is wrong, no Pallas kernel serves such a call, or nothing can be compiled here.
     """
-    from ..tpu.chips import chip_named, target
-    from ..tpu.scheduling.build import missing, schedules
-
-    for name in chips:
-        chip_named(name)
-    why = missing()
-    if why is not None:
-        raise GdnError(why)
-    function, args = call(op, variant, shape, precision=precision, fused=fused)
-    plans: dict[str, str] = {}
-
-    def told(*args: Any) -> Any:  # traced for one chip after the other
-        with watch() as calls:
-            out = function(*args)
-        plans[target().name] = calls[0].by if calls else ""
-        return out
-
-    found = schedules(told, *args, chips=chips, use_cache=use_cache, progress=progress)
+    found = compiled_for(
+        chips,
+        lambda: call(op, variant, shape, precision=precision, fused=fused),
+        use_cache=use_cache,
+        progress=progress,
+    )
     return [
-        s if isinstance(s, GdnError) else TpuReport(op, variant, fused, precision, shape, s, plans.get(name, ""))
-        for name, s in zip(chips, found, strict=True)
+        s if isinstance(s, GdnError) else TpuReport(op, variant, fused, precision, shape, s, plan) for s, plan in found
     ]

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..api import MixerState
-from ..layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
 from ..layers.axes import named, partition_specs
+from ..layers.kinds import layer_of_kind
 from ..parallel.axes import AxisRules
 from ..spec.errors import GdnError, bad
 from .attention import Attention
@@ -29,20 +29,8 @@ __all__ = ["Decoder"]
 Array = Any
 
 
-_KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "gdn": (GatedDeltaNet, ()),
-    "kda": (KimiDeltaAttention, ("decay_rank", "gate_rank", "gate_bias", "lower_bound")),
-    "gdn2": (GatedDeltaNet2, ("decay_rank", "gate_rank", "gate_bias")),
-}
-"""The layer of each kind of mixer, and its settings beside those that all have."""
-_SHARED = ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps", "beta_scale", "conv_size")
-
-
 def _mixer(hidden_size: int, settings: MixerSettings, options: dict[str, Any], rngs: nnx.Rngs) -> Any:
-    if settings.kind not in _KINDS:
-        raise bad("settings.mixer.kind", repr(settings.kind), f"be one of {', '.join(_KINDS)}")
-    layer, more = _KINDS[settings.kind]
-    asked = {name: getattr(settings, name) for name in (*_SHARED, "conv_bias", *more)}
+    layer, asked = layer_of_kind(settings.kind, vars(settings))
     return layer(hidden_size, rngs=rngs, **asked, **options)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...checkpoint.configuration import tied
 from ...spec.errors import GdnError, bad
 from ..settings import AttentionSettings, DecoderSettings
 from .source import Source
@@ -24,16 +23,10 @@ def fla(source: Source) -> DecoderSettings:
     size = source.text.get("attnres_block_size")
     if size is not None:
         raise bad("config.json's attnres_block_size", size, "be null: attention residuals are not computed here")
-    return DecoderSettings(
-        vocabulary=source.size("embed.embedding", 0),
-        hidden_size=source.size("embed.embedding", 1),
-        linear=linear,
-        dense=dense,
-        intermediate_size=source.mlp_size(dense, True, "gate_proj.kernel", 1),
+    return source.decoder(
+        dense,
         norm_eps=source.get("norm_eps", default=1e-6),
         zero_centred=False,
-        tied=tied(source.config, False),
-        mixer=source.mixer(linear),
         attention=None if all(linear) else _attention(source, linear),
         experts=None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...checkpoint.configuration import tied
 from ...spec.errors import bad
 from ..settings import DecoderSettings, ExpertSettings, LatentSettings
 from .source import Source
@@ -18,16 +17,10 @@ def kimi(source: Source) -> DecoderSettings:
     source.refuse("mla_use_nope", (True,), "positions in latent attention are not computed here")
     if source.text.get("attention_bias"):
         raise bad("config.json's attention_bias", "true", "be false: no biases are known of this family")
-    return DecoderSettings(
-        vocabulary=source.size("embed.embedding", 0),
-        hidden_size=source.size("embed.embedding", 1),
-        linear=linear,
-        dense=dense,
-        intermediate_size=source.mlp_size(dense, True, "gate_proj.kernel", 1),
+    return source.decoder(
+        dense,
         norm_eps=source.get("rms_norm_eps", default=source.facts["mixer"]["norm_eps"]),
         zero_centred=False,
-        tied=tied(source.config, False),
-        mixer=source.mixer(linear),
         attention=None if all(linear) else _attention(source),
         experts=None if all(dense) else _experts(source, dense),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...checkpoint.configuration import tied
 from ...spec.errors import bad
 from ..settings import AttentionSettings, DecoderSettings, ExpertSettings
 from .rotary import rotary
@@ -19,16 +18,10 @@ def qwen(source: Source) -> DecoderSettings:
     if source.text.get("attention_bias"):
         raise bad("config.json's attention_bias", "true", "be false: no biases are known of these families")
     eps = source.get("rms_norm_eps", default=1e-6)
-    return DecoderSettings(
-        vocabulary=source.size("embed.embedding", 0),
-        hidden_size=source.size("embed.embedding", 1),
-        linear=linear,
-        dense=dense,
-        intermediate_size=source.mlp_size(dense, True, "gate_proj.kernel", 1),
+    return source.decoder(
+        dense,
         norm_eps=eps,
         zero_centred=True,
-        tied=tied(source.config, False),
-        mixer=source.mixer(linear),
         attention=None if all(linear) else _attention(source, eps),
         experts=None if all(dense) else _experts(source, dense),
     )

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...checkpoint.configuration import text_config
+from ...checkpoint.configuration import text_config, tied
+from ...checkpoint.mixer_settings import mixer_settings
 from ...spec.errors import GdnError, bad
-from ..settings import MixerSettings
+from ..settings import DecoderSettings, MixerSettings
 
 __all__ = ["Source"]
 
@@ -95,18 +96,24 @@ class Source:
         if not any(linear):
             return None
         mixer, at = self.facts["mixer"], f"layers.{linear.index(True)}.mixer."
-        names = ("kind", "num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps", "beta_scale")
-        conv = self.shapes.get(at + "q_conv1d.kernel")
-        ranks: dict[str, Any] = {}
-        if mixer["kind"] != "gdn":
-            for name, short in (("decay_rank", "f"), ("gate_rank", "g")):
-                factor = self.shapes.get(f"{at}{short}_a_proj.kernel")
-                ranks[name] = factor[1] if factor else None
-        return MixerSettings(
-            **{name: mixer[name] for name in names},
-            **ranks,
-            conv_size=conv[0] if conv else 0,
-            conv_bias=at + "q_conv1d.bias" in self.shapes,
-            gate_bias=at + "g_b_proj.bias" in self.shapes or at + "g_proj.bias" in self.shapes,
-            lower_bound=mixer["lower_bound"],
+        below = {name.removeprefix(at): shape for name, shape in self.shapes.items() if name.startswith(at)}
+        return MixerSettings(kind=mixer["kind"], **mixer_settings(mixer, below))
+
+    def decoder(self, dense: tuple[bool, ...], **own: Any) -> DecoderSettings:
+        """The settings of the whole model: what leaves and configuration say of every family's, and its own.
+
+        Args:
+            dense: for each layer, whether its MLP is dense.
+            own: what families differ in.
+        """
+        linear = self.linear()
+        return DecoderSettings(
+            vocabulary=self.size("embed.embedding", 0),
+            hidden_size=self.size("embed.embedding", 1),
+            linear=linear,
+            dense=dense,
+            intermediate_size=self.mlp_size(dense, True, "gate_proj.kernel", 1),
+            tied=tied(self.config, False),
+            mixer=self.mixer(linear),
+            **own,
         )
