@@ -18,9 +18,10 @@ from ..layers.kinds import layer_of_kind
 from ..parallel.axes import AxisRules
 from ..spec.errors import GdnError, bad
 from .attention import Attention
-from .blocks import MLP, MoE, Norm, Numerics
+from .blocks import MLP, MoE, Norm
 from .cache import KV, Cache, Latents
 from .latent_attention import LatentAttention
+from .numerics import Numerics
 from .period import bodies
 from .settings import DecoderSettings, LatentSettings, MixerSettings
 
@@ -39,7 +40,13 @@ class DecoderLayer(nnx.Module):
     stand behind them it is x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(
-        self, s: DecoderSettings, number: int, options: dict[str, Any], numerics: Numerics, rngs: nnx.Rngs
+        self,
+        s: DecoderSettings,
+        number: int,
+        options: dict[str, Any],
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+        rules: AxisRules | None = None,
     ) -> None:
         self.linear = s.linear[number]
         self.post_norm = s.post_norm and not self.linear
@@ -63,7 +70,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(s.hidden_size, s.intermediate_size, numerics, rngs)
         else:
             assert s.experts is not None
-            self.mlp = MoE(s.hidden_size, s.experts, numerics, rngs)
+            self.mlp = MoE(s.hidden_size, s.experts, numerics, rngs, getattr(options["sharding"], "mesh", None), rules)
 
     def __call__(
         self, x: Array, positions: Array, mask: Array | None, seen: Array, past: Any, start: Array | int
@@ -155,6 +162,7 @@ class Decoder(nnx.Module):
         precision: str | None = None,
         sharding: Any = None,
         scan: bool = True,
+        rules: AxisRules | None = None,
     ) -> None:
         """Args:
         settings: what it is like.
@@ -168,6 +176,8 @@ class Decoder(nnx.Module):
         sharding: of the mixers' calls, as in ``gated_delta_rule``.
         scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
             its period. False has a module for each layer.
+        rules: which axes of the mesh of ``sharding`` split experts and their columns, before
+            ``portable_gdn.parallel.AXIS_RULES``.
         """
         highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
         numerics = Numerics(dtype, highest, param_dtype)
@@ -182,7 +192,7 @@ class Decoder(nnx.Module):
         words, rows = ("vocabulary", settings.vocabulary), ("embed", settings.hidden_size)
         named(self.embed.embedding, words, rows)
         self.bodies = bodies(tuple(zip(settings.linear, settings.dense, strict=True)), scan)
-        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs)  # noqa: E731
+        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs, rules)  # noqa: E731
         self.layers = nnx.List(
             [
                 make(numbers[0], rngs) if len(numbers) == 1 else _stacked(partial(make, numbers[0]), len(numbers), rngs)

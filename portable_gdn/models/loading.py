@@ -57,7 +57,7 @@ def load_model(
     settings, leaves = read_settings(folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     split = None if mesh is None else call_sharding(mesh, rules)
-    options = {"dtype": dtype, "backend": backend, "precision": precision, "sharding": split}
+    options = {"dtype": dtype, "backend": backend, "precision": precision, "sharding": split, "rules": rules}
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
     dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):
