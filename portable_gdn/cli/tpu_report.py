@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_rep
 from ..spec.errors import GdnError, bad
 from ..tpu.chips import CHIPS, chip_named
 from ..tpu.scheduling.build import expected_wait, missing
+from ..tpu.scheduling.picture import picture as draw
 from .output import console, messages, print_json, progress_bar, show
 from .tpu_layers import report_layers
 
@@ -38,6 +40,7 @@ def tpu_report(
     value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
     sequences: Annotated[int, typer.Option(help="So many packed in the row, each with its state.")] = Shape().sequences,
+    picture: Annotated[Path | None, typer.Option(help="Draw the use of each unit over a grid step, as SVG.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -51,6 +54,10 @@ def tpu_report(
     wait = None if missing() else expected_wait(chips)
     if wait is not None:
         messages.print(wait, soft_wrap=True)
+    if picture is not None and (op in SCOPES or chip == "all"):
+        raise bad(
+            "--picture", picture, "be left out of --op layer and mixer and of --chip all: it shows one call's kernels"
+        )
     if op in SCOPES:
         if fused:
             raise bad("--fused", "given", f"be left out of --op {op}, which has everything in it")
@@ -66,6 +73,8 @@ def tpu_report(
     failed = [(name, r) for name, r in zip(chips, found, strict=True) if isinstance(r, GdnError)]
     if not reports:
         raise failed[0][1]
+    if picture is not None:
+        picture.write_text(draw(reports[0].schedule))
     if as_json and chip != "all":
         print_json(reports[0].as_dict())
     elif as_json:
