@@ -93,7 +93,7 @@ def print_comparison(found: Comparison, all_rows: bool) -> None:
         rows = [worst[name] for name in sorted(worst)]
     narrow = console.width < 110
     table = Table(
-        title=f"a: {found.a.label}   b: {found.b.label}   relative errors, against the float64 oracle and each other",
+        title=f"a: {found.a.label}   b: {found.b.label}   relative errors against the oracle and between a and b",
         title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
     )  # fmt: skip
     for name in ("tensor", "a", "b", "expected", "a - b", "budget", ""):

@@ -74,9 +74,7 @@ def port(
     family: _Family = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Cast weights to bfloat16, float32 or float16; 8-bit weights are multiplied by their scales."
-        ),
+        typer.Option(help="Cast weights to bfloat16, float32 or float16; 8-bit weights get their scales applied."),
     ] = None,
     base: _Base = None,
     dequantise: _Dequantise = False,
