@@ -294,7 +294,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> Pair:
     """Compute Gated DeltaNet, with gradients, which FLA's operation lacks.
 
-    As in FLA, ``fused_recurrent_gdn`` is another name for it. The arguments that are not listed here are those of ``chunk_gated_delta_rule``.
+    As in FLA, ``fused_recurrent_gdn`` is another name for it. The arguments that are not listed here are those of
+    ``chunk_gated_delta_rule``.
 
     Args:
         q, k: [B, T, H, K].
@@ -461,7 +462,8 @@ def chunk_gdn2(
 ) -> Pair:
     """Compute Gated DeltaNet 2 over whole sequences.
 
-    HV > H is supported too, which in FLA only the recurrent operation supports. The arguments that are not listed here are those of ``chunk_kda``.
+    HV > H is supported too, which in FLA only the recurrent operation supports. The arguments that are not listed here
+    are those of ``chunk_kda``.
 
     Args:
         q, k: [B, T, H, K].
