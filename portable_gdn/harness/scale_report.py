@@ -32,6 +32,8 @@ class ScaleShape(NamedTuple):
         chips: a power of two.
         precision: as of ``gated_delta_rule``.
         hidden: channels of a layer's input.
+        forgets: of tokens, whether the gates are such that a piece forgets the state that enters it
+            (``portable_gdn/parallel/maps.py``): which of the two ways to find its map is timed.
     """
 
     what: str
@@ -42,6 +44,7 @@ class ScaleShape(NamedTuple):
     chips: int
     precision: str | None = None
     hidden: int = 2048
+    forgets: bool = False
 
     def check(self) -> None:
         """Refuse what there is not.
@@ -163,6 +166,7 @@ def scale_report(
     Raises:
         GdnError: an argument is wrong, the call cannot be split so, or it cannot be compiled.
     """
+    from ..parallel.maps import taking
     from ..parallel.sharding import Sharding
     from ..tpu.chips import chip_named
     from ..tpu.scheduling.build import missing, schedule
@@ -184,7 +188,8 @@ def scale_report(
     for done, (name, one, sharding) in enumerate(steps):
         with on(kind):
             function, args = _call(one, sharding)
-        found.append(schedule(function, *args, chip=chip, use_cache=use_cache, timeout=1800.0))
+        with taking(of.forgets):
+            found.append(schedule(function, *args, chip=chip, use_cache=use_cache, timeout=1800.0))
         if progress is not None:
             progress(name, done + 1, len(steps))
     return ScaleReport(of, found[-1], found[0], where.devices)
