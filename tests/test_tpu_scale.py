@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import pytest
 
@@ -12,7 +13,7 @@ from portable_gdn.spec.errors import GdnError
 from portable_gdn.tpu.chips import CHIPS
 from portable_gdn.tpu.scheduling.collectives import collectives
 from portable_gdn.tpu.scheduling.hlo import parse
-from portable_gdn.tpu.scheduling.report import Schedule
+from portable_gdn.tpu.scheduling.report import OperationReport, Schedule
 from portable_gdn.tpu.slices import HOP_SECONDS, slice_of
 
 LINK = CHIPS["v6e"].ici_bytes_per_second
@@ -61,9 +62,8 @@ def test_links_decide_the_time():
     assert line.topology == "v6e:2x4"
     places = [line.place(d) for d in range(8)]
     assert sorted(places) == [(a, b) for a in range(2) for b in range(4)]
-    assert all(
-        sum(abs(p - q) for p, q in zip(a, b, strict=True)) == 1 for a, b in zip(places, places[1:], strict=False)
-    )
+    for a, b in itertools.pairwise(places):
+        assert sum(abs(p - q) for p, q in zip(a, b, strict=True)) == 1
     everyone = [tuple(range(8))]
     # Through the middle 2 links carry what 4 chips send 4 others, an eighth of it each: all that one chip has.
     assert line.seconds("all-to-all", LINK, everyone) == pytest.approx(1 + 4 * HOP_SECONDS)
@@ -89,10 +89,12 @@ def test_order_puts_devices_where_they_lie():
 
 
 def test_efficiency_is_that_of_the_share():
-    from test_tpu_layer_report import operation
-
     def schedule(cycles, **more):
-        return Schedule("v6e", (operation("rule", cycles, kernel=True),), (), {}, {}, **more)
+        kernel = OperationReport(
+            "rule", "custom-call", "", True, 1, cycles, cycles, None, None, None, 0, {"MXU": 1.0}, {}, 0, 0, 0, {}, (),
+            0, 0, 0, (),
+        )  # fmt: skip
+        return Schedule("v6e", (kernel,), (), {}, {}, **more)
 
     of = ScaleShape("rule", "gdn", "forward", Shape(), "heads", 8)
     assert ScaleReport(of, schedule(200, chips=(2, 4)), schedule(800), 8).efficiency == pytest.approx(0.5)
