@@ -15,7 +15,7 @@ DeltaNet has them, that of Gated DeltaNet raises, and those of KDA and GDN-2 ret
   ``lower_bound`` is ignored, as by FLA. ``safe_gate`` has no part in the mathematics.
 - Taken and ignored, since they change no numbers: ``safe_gate``, ``disable_recompute``, ``max_num_seqs``, and beside
   ``cu_seqlens`` its copies ``cu_seqlens_cpu`` and ``chunk_indices``.
-- Not offered, and refused unless left at None or False: ``gv``, ``cp_context``, ``use_graph``,
+- Not offered, and refused unless left at None or False: ``gv``, ``use_graph``,
   ``return_intermediate_states``.
 - Refused where FLA says nothing: unknown keywords, gates of H instead of HV heads, an operand that is None,
   ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``. Whatever ``gated_delta_rule`` refuses is refused here.
@@ -187,9 +187,14 @@ def _rule(
     initial_state: Array,
     state_v_first: bool = False,
     more: Mapping[str, Any],
+    cp_context: Any = None,
     **options: Any,
 ) -> Pair:
     """The call itself; refusals come back in FLA's words."""
+    if cp_context is not None and cp_context is not False:
+        _check_context(cp_context, v, initial_state, options["output_final_state"])
+        if cp_context.group is not None:
+            return _piece(q, k, v, g, cp_context, more, options), None
     if library_of(initial_state) is not None and str(initial_state.dtype).endswith("float16"):
         initial_state = _float32(initial_state)  # bfloat16 too; exact, and what FLA's kernels do
     try:
@@ -208,6 +213,43 @@ def _rule(
         for ours, theirs in _WORDS:
             sentence = re.sub(ours, theirs, sentence)
         raise GdnError(sentence) from error
+
+
+def _check_context(context: Any, v: Array, initial_state: Array, output_final_state: bool) -> None:
+    """Refuse what is no context of FLA's, and what cannot go with one."""
+    if not all(hasattr(context, name) for name in ("group", "cu_seqlens", "is_first_rank", "is_last_rank")):
+        raise bad("cp_context", f"a {type(context).__name__}", "be None or what fla.ops.cp.build_cp_context returns")
+    if getattr(context, "layout", "contiguous") != "contiguous":
+        raise bad(
+            "cp_context.layout", repr(context.layout), "be 'contiguous': each process has one piece of the tokens"
+        )
+    if library_of(v) != "torch":
+        raise bad("cp_context", "given with arrays that are no torch tensors", "be left out: JAX arrays of "
+                  "gated_delta_rule take sharding=portable_gdn.Sharding(sequence=...)")  # fmt: skip
+    for name, given in (("initial_state", initial_state is not None), ("output_final_state", output_final_state)):
+        if given and context.group is not None:
+            raise bad(name, "given with cp_context", "be left out: sequences begin from zeros there, and end unseen")
+
+
+def _piece(
+    q: Array, k: Array, v: Array, g: Array | None, context: Any, more: Mapping[str, Any], options: dict[str, Any]
+) -> Array:
+    """The outputs of this process's tokens, one piece of those of a group."""
+    from .parallel.ranks import run_ranks
+
+    gates = {name: options.pop(name) for name in ("beta", "erase", "write") if options.get(name) is not None}
+    x = {name: a for name, a in {"q": q, "k": k, "v": v, "g": g, **gates}.items() if a is not None}
+    options = {name: a for name, a in options.items() if name != "cu_seqlens"} | {"output_final_state": True}
+
+    def call(x: Mapping[str, Array], state: Array, bounds: Array | None) -> tuple[Array, Array]:
+        o, after = _rule(**{"g": None, **x}, **options, initial_state=state, more=more, cu_seqlens=bounds)
+        assert after is not None
+        return o, after
+
+    places = context.cu_seqlens_cpu if getattr(context, "cu_seqlens_cpu", None) is not None else context.cu_seqlens
+    bounds = context.cu_seqlens.to(v.device)
+    enters, leaves = not context.is_first_rank, not context.is_last_rank
+    return run_ranks(call, x, bounds, places.tolist(), enters, leaves, context.group)
 
 
 def chunk_gated_delta_rule(
@@ -245,7 +287,8 @@ def chunk_gated_delta_rule(
         state_v_first: whether states, given and returned, are [N, HV, V, K].
         cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1).
         cu_seqlens_cpu, chunk_indices: ignored.
-        cp_context: not offered.
+        cp_context: of ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens of
+            one packed row, whose boundaries the context has; all processes of its group make the call. Not with states.
         **kwargs: ``use_gate_in_kernel`` (False): g enters as -exp(A_log) softplus(g + dt_bias), in float32;
             ``A_log`` and ``dt_bias`` [HV]; ``chunk_size``, a power of two from 16 to 256.
 
@@ -256,13 +299,13 @@ def chunk_gated_delta_rule(
         GdnError: an argument is wrong or not offered, or a keyword unknown.
     """
     more = _keywords("chunk_gated_delta_rule", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices)
     return _rule(
         q, k, v, _operand("g", g, v), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(more.get("use_gate_in_kernel", False), more.get("A_log"), more.get("dt_bias")),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -359,7 +402,7 @@ def chunk_kda(
         safe_gate: changes nothing; as in FLA it demands a ``lower_bound`` where ``use_gate_in_kernel`` is set.
         lower_bound: in [-5, 0); ignored without ``use_gate_in_kernel``.
         disable_recompute, cu_seqlens_cpu, max_num_seqs: ignored.
-        return_intermediate_states, cp_context, use_graph: not offered.
+        return_intermediate_states, use_graph: not offered. cp_context: as in ``chunk_gated_delta_rule``.
         **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
         The rest as in ``chunk_gated_delta_rule``.
 
@@ -370,13 +413,14 @@ def chunk_kda(
         GdnError: as ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_kda", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, use_graph=use_graph, return_intermediate_states=return_intermediate_states)
+    _not_offered(use_graph=use_graph, return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -450,7 +494,7 @@ def chunk_gdn2(
         q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K].
         b: [B, T, HV, K], what is erased. w: [B, T, HV, V], what is written.
         disable_recompute, cu_seqlens_cpu: ignored.
-        return_intermediate_states, cp_context: not offered.
+        return_intermediate_states: not offered. cp_context: as in ``chunk_gated_delta_rule``.
         **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
         The rest as in ``chunk_kda``.
 
@@ -461,13 +505,14 @@ def chunk_gdn2(
         GdnError: as ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_gdn2", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
+    _not_offered(return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), erase=_operand("b", b, q, "K"), write=_operand("w", w, v, "V"),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
