@@ -242,6 +242,27 @@ def test_faults_are_caught(fault, monkeypatch):
         jax.clear_caches()
 
 
+def test_tokens_behind_the_last_sequence_that_count_are_seen(monkeypatch):
+    monkeypatch.setattr(gradients, "iota", lambda shape, _: jnp.zeros(shape, jnp.int32))
+    with pytest.raises(AssertionError):
+        test_cotangents_are_the_formula_s("silu")
+
+
+@pytest.mark.slow
+def test_tokens_beyond_a_row_that_count_are_caught(monkeypatch):
+    """The backward kernel for long rows reads whole chunks of the norm's operands."""
+    monkeypatch.setattr(
+        backward_memory.BackwardMemory,
+        "_wide",
+        lambda self, ref, i: ref[0, self._here, i * 128 : (i + 1) * 128].astype(jnp.float32),
+    )
+    jax.clear_caches()
+    try:
+        assert verdict(replace(LONG, name="with a fault"))
+    finally:
+        jax.clear_caches()
+
+
 @pytest.mark.slow
 def test_a_fault_of_the_forward_kernel_is_caught(monkeypatch):
     real = memory.normed_output
