@@ -93,11 +93,11 @@ def table(figures: dict[str, Any], made_with: str) -> str:
         if of.backend == "xla":
             continue
         other = figures.get(name(of._replace(backend="xla")), {})
-        for chip, row in figures.get(name(of), {}).items():
+        rows = figures.get(name(of), {})
+        for chip in CHIPS:
+            row, beside, s = rows.get(chip), other.get(chip), of.shape
             if not isinstance(row, dict):
                 continue
-            beside = other.get(chip)
-            s = of.shape
             scope = of.scope if of.norm else f"{of.scope} without norm and gate"
             what = f"{of.variant} {scope}, {s.heads} / {s.value_heads} heads, {of.direction}, `{of.precision}`"
             cells = [f"{row[part]:.2f}" for part in (*PARTS, "together", "floor")]
