@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import xml.etree.ElementTree
 
 import ml_dtypes
 import numpy as np
 import pytest
 import serving
 from serving import Setting
+from typer.testing import CliRunner
 
 import portable_gdn as pg
+from portable_gdn.cli.main import app
+from portable_gdn.harness import recordings
+from portable_gdn.harness.doctor import Call
 from portable_gdn.harness.slot_file import load_slot, save_slot
+from portable_gdn.harness.state_errors import of_call
+from portable_gdn.harness.tensor_file import TensorWriter
 from portable_gdn.serving.at_rest import DTYPES, choose_dtypes, pack, unpack
 
 #: The largest error of a number over the largest of those that share its scale.
@@ -126,3 +133,89 @@ def test_files_of_slots_that_are_damaged_or_others_are_refused(tmp_path):
         load_slot(path)
     with pytest.raises(pg.GdnError, match="request is given; it must be what JSON can hold"):
         save_slot(path, states, request={"a": np.zeros(1)})
+
+
+# What it costs. -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["GDN", "GDN-2"])
+def test_the_error_measured_is_that_of_a_pool_in_that_dtype(variant):
+    """A bfloat16 pool, token by token, against a float32 one: what the doctor tells of the same operands."""
+    n = 48
+    x = serving.draw_tokens(variant, n, 7)
+    outputs = {}
+    for dtype in ("float32", "bfloat16"):
+        setting = Setting(variant, "numpy", state_dtype=dtype, room=0)
+        pool, found = setting.pool(), []
+        for t in range(n):
+            token = {name: a[t : t + 1] for name, a in x.items()}
+            o, pool = setting.call(token, pool, pg.Batch([0, 1], [1], [t]))
+            found.append(o[0])
+        outputs[dtype] = np.stack(found).astype(np.float64)
+    off = outputs["bfloat16"] - outputs["float32"]
+    want = np.sqrt(np.square(off).sum((0, 2)) / np.square(outputs["float32"]).sum((0, 2)))
+    heads = of_call(Call("a", {name: a[None] for name, a in x.items()}, False, False, None), n)
+    assert len(heads) == len(want) == 2
+    for head, error in zip(heads, want, strict=True):
+        assert head.errors["bfloat16"] == pytest.approx(error, rel=0.02)
+        assert head.errors["float32"] < 1e-6
+        assert head.errors["int16"] < head.errors["bfloat16"] / 5
+        assert head.errors["int8"] > head.errors["bfloat16"]
+        assert head.decay == pytest.approx(np.mean(x["g"][:, head.head]), rel=1e-6)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def test_doctor_tells_of_a_recording_by_head_with_a_picture(tmp_path):
+    path = next(path for path in recordings.bundled() if path.stem == "qwen3_next")
+    picture = tmp_path / "states.svg"
+    done = run("--states", path, "--tokens", 150, "--within", 2e-3, "--picture", picture)
+    assert done.exit_code == 0, done.output
+    assert "a pool of bfloat16 states is" in done.output
+    assert picture.name in done.output
+    told = json.loads(run("--states", path, "--tokens", 150, "--within", 2e-3, "--json").output)
+    assert 0.25 <= told["share"] < 1
+    for head in told["heads"]:
+        assert head["errors"][head["dtype"]] <= 2e-3
+    root = xml.etree.ElementTree.fromstring(picture.read_text())
+    dots = [e for e in root.iter() if e.tag.endswith("circle") and len(e)]
+    assert len(dots) == 4 * len(told["heads"])
+
+
+def test_doctor_tells_of_a_port_from_its_parameters(tmp_path):
+    rates = np.array([1e-4, 0.01, 0.3], np.float32)
+    with TensorWriter(tmp_path / "model.safetensors") as file:
+        file.add("layers.1.attention.A_log", np.log(rates))
+        file.add("layers.1.attention.dt_bias", np.full(3, np.log(np.e - 1), np.float32))  # softplus of it is 1
+    told = json.loads(run("--states", tmp_path, "--tokens", 200, "--json").output)
+    heads = told["heads"]
+    assert [head["call"] for head in heads] == ["layers.1.attention"] * 3
+    np.testing.assert_allclose([head["decay"] for head in heads], -rates, rtol=1e-5)
+    np.testing.assert_allclose([head["memory"] for head in heads], 1 / rates, rtol=1e-5)
+    for dtype in ("bfloat16", "int8"):  # an error lives as long as the state does
+        errors = [head["errors"][dtype] for head in heads]
+        assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--within", "0"], "within is 0.0; it must be a positive number"),
+        (["--tokens", "0"], "--tokens is 0; it must be a positive number"),
+        ([], "there are no operands q, k, v and g, and no parameters A_log"),
+    ],
+)
+def test_doctor_of_states_says_what_is_wrong(tmp_path, arguments, sentence):
+    with TensorWriter(tmp_path / "a.safetensors") as file:
+        file.add("w", np.zeros(2, np.float32))
+    done = run("--states", tmp_path / "a.safetensors", *arguments)
+    assert done.exit_code != 0
+    said = done.output if done.exception is None or isinstance(done.exception, SystemExit) else str(done.exception)
+    assert sentence in " ".join(said.split())
+
+
+def test_options_of_states_need_states(tmp_path):
+    done = run(tmp_path / "a.safetensors", "--within", 1e-3)
+    assert "give --states with them" in (str(done.exception) + done.output)
