@@ -39,19 +39,19 @@ def test_the_file_holds_every_call(bench):
 
 def test_pages_show_the_file(bench):
     made_with, figures = bench.on_file()
-    for page, short in bench.PAGES:
-        text = page.read_text()
-        assert bench.MARKS[0] in text
-        assert bench.replaced(text, bench.table(figures, made_with, short)) == text
+    text = bench.PAGE.read_text()
+    assert bench.MARKS[0] in text
+    assert bench.replaced(text, bench.table(figures, made_with)) == text
 
 
 def test_pages_show_the_layers_on_file(layers):
     held = json.loads(layers.FILE.read_text())
     assert set(held["figures"]) <= {layers.name(entry) for entry in layers.ENTRIES}
-    for page in layers.PAGES:
+    for page, short in layers.PAGES:
         text = page.read_text()
         assert layers.MARKS[0] in text
-        assert layers.with_table(text, layers.table(held["figures"], held["made with"])) == text
+        made = (layers.short_table if short else layers.table)(held["figures"], held["made with"])
+        assert layers.with_table(text, made) == text
 
 
 @pytest.mark.slow
