@@ -68,7 +68,7 @@ ENTRIES = (
     Entry("GDN", 64, 1, 4, 4),
     Entry("GDN", 64, 8, 8, 8),
     Entry("GDN", 64, 4, 4, 4, mixer=True),
-    Entry("GDN", 64, 1, 1, 1, precision="highest"),
+    Entry("GDN", 64, 1, 1, 1),
     Entry("GDN", 64, 4, 4, 4, precision="highest"),
 )
 
@@ -188,7 +188,9 @@ def main() -> None:
             )  # fmt: skip
     Console(width=140).print(table)
     if arguments.write:
-        FILE.write_text(json.dumps({"made with": versions(), "figures": {**held, **found}}, indent=1) + "\n")
+        figures = {e.name: found.get(e.name, held.get(e.name)) for e in ENTRIES}
+        figures = {name: chips for name, chips in figures.items() if chips is not None}
+        FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

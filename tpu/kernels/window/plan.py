@@ -79,7 +79,8 @@ def window_plan(s: Signature, chip: Chip) -> Window | None:
     by_channel = s.variant.decay in fine or s.variant.erase in fine
     most = min(kind.columns, -(-places // kind.checkpoint_every)) if kind.columns else 0
     erases_channels = s.variant.erase in fine
-    chunked = s.precision != "highest" and 1 < places <= LONGEST
+    # Two tokens one by one take no longer than their states' traffic, to which a chunk of eight places adds.
+    chunked = s.precision != "highest" and 2 < places <= LONGEST
     if chunked:
         places = -(-places // SUBLANES) * SUBLANES
     before = _before(s) if chunked and not by_channel else None
@@ -98,7 +99,8 @@ def window_plan(s: Signature, chip: Chip) -> Window | None:
             rows = 2 * keys + (3 * heads if by_channel else 0)
             tokens = places * (whole_lanes(s.K) * (rows + SUBLANES) + 2 * whole_lanes(s.V) * (heads + SUBLANES))
             rest = (4 * state if places > 1 else 0) + 4 * whole_lanes(s.K) * (whole_lanes(rows) + LANES)
-        vmem = stored + rest + 2 * 4 * tokens + (4 << 20)
+        spare = 8 << 20 if chunked else 4 << 20  # pieces of states, and what else does not stay in registers
+        vmem = stored + rest + 2 * 4 * tokens + spare
         if vmem <= chip.vmem_limit and blocks >= min(chip.cores, s.H):
             sizes = (s.N, blocks, keys, heads, s.K, s.V, places)
             gates = (s.variant.erase is not Granularity.NONE, by_channel, erases_channels)
