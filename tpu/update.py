@@ -114,7 +114,7 @@ def _operands(p: Window, u: Under) -> WindowOperands | ChunkOperands:
 
 
 def _chunk_operands(p: Window, u: Under, x: tuple[Array, Array, Array, Array, Array | None]) -> ChunkOperands:
-    """The same of scale q, k, w v, decay factors and b, as a chunk takes them: tokens of a head are together."""
+    """Scale q, k, w v, decay factors and b, [N, places, heads, n] each, as a chunk takes them: by head, then token."""
     q, k, values, decay, b = x
     more = p.places - u.places
 

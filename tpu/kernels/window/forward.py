@@ -4,7 +4,7 @@ Which slot a grid step gets is read from scalar memory, and the pool is an opera
 nothing else of it is moved. A row that is nothing is given the block of the row before it, which Mosaic then neither
 fetches nor sends anew.
 
-A token of a value head, with S in VMEM and the columns k and q along the sublanes::
+A token of a value head, with S in VMEM and the columns k and q along the sublanes:
 
     u = w v - c S^T k;   o = d S^T q + (q.k) u;   S <- d S + k u^T        c = d b, q scaled
 
