@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from portable_gdn.spec.problem import PoolKind, Signature
+from portable_gdn.spec.problem import ConvKind, PoolKind, Signature
 from portable_gdn.spec.variants import VARIANTS, Variant
 from portable_gdn.tpu.chips import CHIPS, Chip
 from portable_gdn.tpu.scheduling.build import schedules
@@ -43,11 +43,13 @@ class Entry(NamedTuple):
     room: int
     state_dtype: str = "float32"
     precision: str = "default"
+    mixer: bool = False
 
     @property
     def name(self) -> str:
         """Its name in the file."""
         how = f" {self.precision}" if self.precision != "default" else ""
+        how += " mixer" if self.mixer else ""
         return f"{self.variant} B={self.rows} {self.accepted}+{self.own} of {self.room} {self.state_dtype}{how}"
 
 
@@ -65,7 +67,8 @@ ENTRIES = (
     Entry("GDN", 64, 1, 1, 4),
     Entry("GDN", 64, 1, 4, 4),
     Entry("GDN", 64, 8, 8, 8),
-    Entry("GDN", 64, 1, 1, 1, precision="highest"),
+    Entry("GDN", 64, 4, 4, 4, mixer=True),
+    Entry("GDN", 64, 1, 1, 1),
     Entry("GDN", 64, 4, 4, 4, precision="highest"),
 )
 
@@ -80,6 +83,9 @@ def signature(entry: Entry) -> Signature:
         "jax", "traced", (), 1, entry.rows * own, entry.rows, H, HV, K, V, groups, "bfloat16", variant, K**-0.5, False,
         False, None, None, entry.precision, "kv", False, False, None,
     )  # fmt: skip
+    if entry.mixer:
+        conv = ConvKind(4, "silu", True, 2 * H * K + HV * V)
+        s = replace(s, operands=("qkv", "g", "beta", "conv_weight"), conv=conv, qk_l2norm=True)
     return replace(s, update=pool)
 
 
@@ -88,21 +94,27 @@ def kernel(entry: Entry, chip: Chip) -> tuple[Any, tuple[Any, ...]]:
     import jax
     import jax.numpy as jnp
 
+    from portable_gdn.tpu.kernels.pipelined.prologue import HISTORY
     from portable_gdn.tpu.kernels.window.chunk import ChunkOperands
     from portable_gdn.tpu.kernels.window.forward import WindowOperands, windows
-    from portable_gdn.tpu.kernels.window.plan import window_plan
+    from portable_gdn.tpu.kernels.window.plan import TAPS, window_plan
 
     p = window_plan(signature(entry), chip)
     assert p is not None
-    shape = lambda *dims: jax.ShapeDtypeStruct((p.rows, p.blocks, *dims), jnp.float32)  # noqa: E731
+    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct((p.rows, p.blocks, *dims), dtype)  # noqa: E731
     x: ChunkOperands | WindowOperands
     if p.chunked:
         gates = (not p.by_channel) + (p.erases and not p.erases_channels)
         channels = (1 + p.erases_channels) * p.places if p.by_channel else 0
+        length, dtype, taps = p.places, jnp.float32, ()
+        if p.before is not None:
+            length, dtype = length + HISTORY, jnp.bfloat16
+            heads = ((p.key_heads, 2 * TAPS, K), (p.value_heads, TAPS, V))
+            taps = tuple(jax.ShapeDtypeStruct((1, p.blocks, *dims), jnp.float32) for dims in heads)
         x = ChunkOperands(
-            shape(p.key_heads, 2 * p.places, K), shape(p.value_heads, p.places, V),
+            shape(p.key_heads, 2 * length, K, dtype=dtype), shape(p.value_heads, length, V, dtype=dtype),
             shape(p.places, gates * p.value_heads) if gates else None,
-            shape(p.value_heads, channels, K) if channels else None,
+            shape(p.value_heads, channels, K) if channels else None, *taps,
         )  # fmt: skip
     else:
         factors = 1 if p.by_channel else 3 if p.erases else 2
@@ -176,7 +188,9 @@ def main() -> None:
             )  # fmt: skip
     Console(width=140).print(table)
     if arguments.write:
-        FILE.write_text(json.dumps({"made with": versions(), "figures": {**held, **found}}, indent=1) + "\n")
+        figures = {e.name: found.get(e.name, held.get(e.name)) for e in ENTRIES}
+        figures = {name: chips for name, chips in figures.items() if chips is not None}
+        FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def follow(setting, seed, steps=4, poison=None):
         pytest.param("GDN-2", {"room": 2}, marks=pytest.mark.slow),
         pytest.param("KDA", {"mixer": True, "every": 2, "room": 3, "precision": "default"}, marks=pytest.mark.slow),
         pytest.param("GDN-2", {"window": 1, "every": 3, "precision": "default"}, marks=pytest.mark.slow),
-        pytest.param("GLA", {"every": 3, "precision": "default"}, marks=pytest.mark.slow),
+        pytest.param("GLA (scalar)", {"mixer": True, "every": 3, "precision": "default"}, marks=pytest.mark.slow),
     ],
 )
 def test_schedules(variant, options):
@@ -70,9 +70,9 @@ WINDOWS = [(4, 1), (3, 3), (4, 2), (2, 0), (4, 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["GDN", "KDA"])
-def test_chunks_see_nothing_of_rejected_drafts_and_agree_with_single_tokens(variant):
+def test_chunks_see_nothing_of_rejected_drafts_and_agree_with_single_tokens():
     """Drafts that are no numbers change no bit of what is accepted, and partitions differ by float32's rounding."""
+    variant = "GDN"
     setting = Setting(variant, "jax", "pallas-interpret", mixer=True, room=4, N=2, T=6, precision="default")
     accepted = sum(number for _, number in WINDOWS)
     tokens = serving.draw_tokens(variant, accepted, 3, mixer=True)
@@ -127,8 +127,9 @@ def test_a_step_costs_no_more_than_reading_and_writing_its_states():
     sys.modules["tpu_decode"] = benchmark
     spec.loader.exec_module(benchmark)
     step = benchmark.measure(benchmark.Entry("GDN", 64, 0, 1, 0))
-    verify = benchmark.measure(benchmark.Entry("GDN", 64, 4, 4, 4), ["v6e"])["v6e"]
-    assert max(verify["code"], verify["traffic"]) <= 1.1 * max(step["v6e"]["code"], step["v6e"]["traffic"])
+    for mixer in (False, True):  # the convolution, norm and scale inside cost nothing that memory does not hide
+        verify = benchmark.measure(benchmark.Entry("GDN", 64, 4, 4, 4, mixer=mixer), ["v6e"])["v6e"]
+        assert max(verify["code"], verify["traffic"]) <= 1.1 * max(step["v6e"]["code"], step["v6e"]["traffic"])
     for chip, row in step.items():
         assert isinstance(row, dict), (chip, row)
         assert row["KiB"] <= 134
@@ -146,12 +147,12 @@ from portable_gdn import dispatch
 from portable_gdn.tpu.backend import PALLAS
 dispatch.register_backend(PALLAS)
 shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
-N, T, H, HV, K, V, R, C = 4, 8, 2, 4, 128, 128, 2, 2 * 2 * 128 + 4 * 128
+N, T, S, H, HV, K, V, R, C = 4, 8, 1025, 2, 4, 128, 128, 2, 2 * 2 * 128 + 4 * 128
 for fine in (False, True):
     g = (HV, K) if fine else (HV,)
     x = {"qkv": shape(T, C, dtype=jnp.bfloat16), "g": shape(T, *g), "beta": shape(T, HV)}
-    window = {"qkv": shape(9, R, C, dtype=jnp.bfloat16), "g": shape(9, R, *g), "beta": shape(9, R, HV)}
-    pool = pg.StatePool(shape(9, HV, K, V), shape(9, 3, C, dtype=jnp.bfloat16), window, shape(9, dtype=jnp.int32))
+    window = {"qkv": shape(S, R, C, dtype=jnp.bfloat16), "g": shape(S, R, *g), "beta": shape(S, R, HV)}
+    pool = pg.StatePool(shape(S, HV, K, V), shape(S, 3, C, dtype=jnp.bfloat16), window, shape(S, dtype=jnp.int32))
     batch = pg.Batch(*(shape(n, dtype=jnp.int32) for n in (N + 1, N, N)))
     step = lambda x, weight, pool, batch: pg.gated_delta_mixer_update(
         **x, conv=pg.ShortConv(weight), num_heads=H, key_dim=K, pool=pool, batch=batch, backend="pallas")
@@ -175,3 +176,4 @@ def test_updates_compile_for_tpus_and_take_the_pools_memory(chip):
     for line in lines:
         assert line["kernels"] == 1
         assert line["alias"] >= line["pool"]
+        assert line["temporaries"] < line["pool"] / 50  # a copy of none of the pool's arrays, or of a part of one

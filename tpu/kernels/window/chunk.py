@@ -9,6 +9,9 @@ their tokens, C the decays from each token to the last one committed. Products w
 leave out nothing of a float32 number but what its sums round: the state is loaded into the product unit as three
 pieces, the tokens run past it as three, and six of the nine products count. So no state is read rounded.
 
+With the convolution inside, keys and values come as its inputs, eight rows of history before those of the tokens, and
+are convolved, normalised and scaled here; nothing but inputs in their own dtype is read.
+
 A token never sees a later one: rows are selected, not multiplied by zeros, so that nothing of a draft, were it no
 number, reaches what comes before it. All decays are products of factors, so that a reset is a zero among them.
 """
@@ -26,7 +29,8 @@ from ..common.products import dot
 from ..common.registers import BF16, F32, iota
 from ..common.summands import PIECES, exact_pieces
 from ..common.tiles import SUBLANES
-from .plan import Window
+from ..pipelined.prologue import HISTORY, normalised
+from .plan import TAPS, Window
 
 __all__ = ["Chunk", "ChunkOperands"]
 
@@ -45,20 +49,25 @@ _ABREAST = 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkOperands:
-    """Float32 operands by blocks of h key heads and r h value heads, [N, blocks, ...].
+    """Operands by blocks of h key heads and r h value heads, [N, blocks, ...], float32 unless said.
 
     Attributes:
-        keys: [.., h, 2 P, K], the rows k, then scale q.
-        values: [.., r h, P, V], w v.
+        keys: [.., h, 2 P, K], the rows k, then scale q. values: [.., r h, P, V], w v.
+            With the convolution inside [.., h, 2 L, K] and [.., r h, L, V] of its inputs in any dtype, with L = 8 + P:
+            the last of the first eight rows are those before the first token.
         gates: [.., P, m], by value head: the decay factors d unless they are by channel, then b unless that is, or None
             where neither is left.
         channels: [.., r h, m P, K], the rows d, then those of b k if the erase gate is by channel; or None.
+        key_taps, value_taps: [1, blocks, h, 16, K] and [1, blocks, r h, 8, V], of k, then q, and of v: the taps, oldest
+            first, then the bias, zeros behind; None where the convolution is not inside.
     """
 
     keys: Any
     values: Any
     gates: Any = None
     channels: Any = None
+    key_taps: Any = None
+    value_taps: Any = None
 
 
 class _Unit(NamedTuple):
@@ -95,10 +104,11 @@ class Chunk:
 
     Args:
         x: references to the operands of the row and block. load: the states before the row.
+        room: references for k and scale q [h, 2 P, K] and for w v [r h, P, V], where the convolution is inside.
     """
 
-    def __init__(self, p: Window, x: ChunkOperands, load: Load) -> None:
-        self.p, self.x, self.load = p, x, load
+    def __init__(self, p: Window, x: ChunkOperands, load: Load, room: tuple[Ref, Ref] | None) -> None:
+        self.p, self.x, self.load, self.room = p, x, load, room
         abreast, heads = 1 if p.by_channel else _ABREAST, range(p.value_heads)
         self.units = [
             _Unit(key, tuple(heads[n : min(n + abreast, (key + 1) * p.group)]))
@@ -116,6 +126,9 @@ class Chunk:
         until = None if self.p.by_channel else _until(self._factors(), count)
         for first in range(0, len(self.units), _TOGETHER):
             some = self.units[first : first + _TOGETHER]
+            if self.room is not None:
+                for unit in some:
+                    self._convolve(unit)
             states = [jnp.concatenate([self.load(h) for h in unit.heads], 1) for unit in some]
             reading = [self._by_channel(unit) if self.p.by_channel else self._by_head(unit) for unit in some]
             read = [_times(r.left, S) for r, S in zip(reading, states, strict=True)]
@@ -138,6 +151,41 @@ class Chunk:
 
     # Operands.
 
+    def _keys(self, key: int) -> Array:
+        """k, then scale q, of a key head [2 P, K]."""
+        return self.x.keys[0, 0, key] if self.room is None else self.room[0][key]
+
+    def _convolve(self, unit: _Unit) -> None:
+        """The convolution, norm and scale of a unit's tokens, and its write gate."""
+        assert self.room is not None
+        p, x = self.p, self.x
+        assert p.before is not None
+        keys, values = self.room
+        if unit.heads[0] == unit.key * p.group:  # the first unit of its key head
+            inputs, taps = x.keys[0, 0, unit.key].astype(F32), x.key_taps[0, 0, unit.key]
+            length = HISTORY + p.places
+            k = self._convolved(inputs[:length], taps[:TAPS])
+            q = self._convolved(inputs[length:], taps[TAPS:])
+            if p.before.l2norm:
+                k, q = normalised(k), normalised(q)
+            keys[unit.key, : p.places], keys[unit.key, p.places :] = k, p.before.scale * q
+        for h in unit.heads:
+            v = self._convolved(x.values[0, 0, h].astype(F32), x.value_taps[0, 0, h])
+            beta = self._beta(h)
+            values[h] = v if beta is None else beta * v
+
+    def _convolved(self, inputs: Array, taps: Array) -> Array:
+        """Tokens [P, n] through the convolution, from inputs [8 + P, n]."""
+        p = self.p
+        assert p.before is not None
+        width = p.before.width
+        terms = [inputs[HISTORY - width + 1 + j :][: p.places] * taps[j : j + 1] for j in range(width)]
+        y = sum(terms[1:], terms[0]) + taps[width : width + 1]
+        if not p.before.silu:
+            return y
+        half = 0.5 * y
+        return half + half * jnp.tanh(half)
+
     def _factors(self, h: int | None = None) -> Array:
         """The decay factors, of all value heads [P, r h] or by channel of one [P, K]."""
         if h is None:
@@ -158,14 +206,14 @@ class Chunk:
     # Stages.
 
     def _by_head(self, unit: _Unit) -> _Reading:
-        rows = self.x.keys[0, 0, unit.key]
+        rows = self._keys(unit.key)
         k, q = rows[: self.p.places], rows[self.p.places :]
         each = [jnp.broadcast_to(k[t : t + 1], k.shape) for t in range(self.p.places)]
         return _Reading(rows, [_lane_sum(k * one) for one in each], [_lane_sum(q * one) for one in each])
 
     def _by_channel(self, unit: _Unit) -> _Reading:
         (h,), places = unit.heads, self.p.places
-        rows = self.x.keys[0, 0, unit.key]
+        rows = self._keys(unit.key)
         k, q = rows[:places], rows[places:]
         decays = _decays(self._factors(h))
         erasing = self.x.channels[0, 0, h, places:] if self.p.erases_channels else k
@@ -185,7 +233,7 @@ class Chunk:
         if decays is not None:
             since = wide(decays.since[:, h : h + 1])
             erased, o = since * erased, since * o
-        u, beta = self.x.values[0, 0, h], self._beta(h)
+        u, beta = self.x.values[0, 0, h] if self.room is None else self.room[1][h], self._beta(h)
         beta = None if beta is None else wide(beta)
         if p.erases:
             u = u - (erased if beta is None else beta * erased)
@@ -203,7 +251,7 @@ class Chunk:
     ) -> None:
         """The states of a unit's value heads after ``count`` tokens, from the U [P, V] of each."""
         p = self.p
-        k = self.x.keys[0, 0, unit.key, : p.places]
+        k = self._keys(unit.key)[: p.places]
         if until is None:
             (h,) = unit.heads
             each, whole = _until(self._factors(h), count)

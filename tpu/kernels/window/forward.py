@@ -74,7 +74,9 @@ def windows(
     block = lambda a, space=None: Block(a, _tokens(a, space))  # noqa: E731
     operands: WindowOperands | ChunkOperands
     if isinstance(x, ChunkOperands):
-        operands = ChunkOperands(*(None if a is None else block(a) for a in (x.keys, x.values, x.gates, x.channels)))
+        with_tokens = [None if a is None else block(a) for a in (x.keys, x.values, x.gates, x.channels)]
+        taps = [None if a is None else Block(a, _taps(a)) for a in (x.key_taps, x.value_taps)]
+        operands = ChunkOperands(*with_tokens, *taps)
     else:
         channels = None if x.channels is None else block(x.channels)
         operands = WindowOperands(block(x.keys), block(x.values), block(x.factors, pltpu.SMEM), channels)
@@ -88,7 +90,10 @@ def windows(
         tuple(Block(kept, pl.BlockSpec(state, _checkpoint(p, number))) for number in range(p.checkpoints)),
     )
     if p.chunked:
-        work = [pltpu.VMEM((*shape, p.value_dim), F32)] if p.checkpoints else []
+        own = pltpu.VMEM((*shape, p.value_dim), F32)
+        work = [own] if p.checkpoints else []
+        if p.before is not None:
+            work += [pltpu.VMEM((p.key_heads, 2 * p.places, p.key_dim), F32), own]
     else:
         work = [pltpu.VMEM(state[1:], F32)] if p.places > 1 else []
     leaves = len(jax.tree.leaves(operands))
@@ -101,6 +106,12 @@ def _tokens(a: Any, space: Any = None) -> pl.BlockSpec:
     rest = (0,) * (len(a.shape) - 2)
     where = {} if space is None else {"memory_space": space}
     return pl.BlockSpec((1, 1, *a.shape[2:]), lambda h, n, table: (n, h, *rest), **where)
+
+
+def _taps(a: Any) -> pl.BlockSpec:
+    """The taps of a block of heads, the same for all rows."""
+    rest = (0,) * (len(a.shape) - 2)
+    return pl.BlockSpec((1, 1, *a.shape[2:]), lambda h, n, table: (0, h, *rest))
 
 
 def _checkpoint(p: Window, number: int) -> Any:
@@ -126,13 +137,14 @@ def _kernel(p: Window, table: Ref, operands: Any, results: Any, scratch: Any) ->
 
         @pl.when(total > 0)
         def _() -> None:
-            own = Chunk(p, x, lambda h: jnp.where(fresh > 0, jnp.zeros((), pool.dtype), pool[0, h]))
-            own.run(committed, lambda h, S: _store(out, h, S), o, *scratch or [None])
+            us, room = scratch[: bool(p.checkpoints)], scratch[bool(p.checkpoints) :]
+            own = Chunk(p, x, lambda h: jnp.where(fresh > 0, jnp.zeros((), pool.dtype), pool[0, h]), room or None)
+            own.run(committed, lambda h, S: _store(out, h, S), o, *us or [None])
             for into, place in zip(kept, places, strict=True):
 
                 @pl.when(place > 0)
                 def _(into: Ref = into, place: Any = place) -> None:
-                    own.commit(place, lambda h, S: _store(into, h, S), *scratch)
+                    own.commit(place, lambda h, S: _store(into, h, S), *us)
 
         return
 
