@@ -91,7 +91,7 @@ def test_short_rows_and_one_token_more_than_a_chunk(T):
 
 @pytest.mark.slow
 def test_a_long_row():
-    report = verify(["xla"], full=True, cases=[replace(LONG, name="long", T=8191, K=16, V=16)], in_process=True)
+    report = verify([NAME], full=True, cases=[replace(LONG, name="long", T=8191)], in_process=True)
     assert report.rows
     assert report.ok
 
