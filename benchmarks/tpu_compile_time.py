@@ -93,15 +93,14 @@ def main() -> int:
     parser.add_argument("--chip", default="v6e", choices=sorted(CHIPS))
     parser.add_argument("--precision", default="fast", choices=("fast", "default"))
     parser.add_argument("--only", default="", help="names of variants, with commas between them")
+    parser.add_argument("--directions", default="forward,train")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    title = f"CPU seconds to compile, {options.chip}, {options.precision}"
-    table = Table("mixer", "kernel", "without", "with", "ratio", title=title)
     slower = False
     for variant, hidden, shape in MODELS:
         if options.only and variant not in options.only.split(","):
             continue
-        for direction in ("forward", "train"):
+        for direction in options.directions.split(","):
             forms = [
                 kernels_of(
                     options.chip,
@@ -115,15 +114,15 @@ def main() -> int:
             }
             compiled = {key: kernel for key, kernel in each.items() if not (key[0] and key[1] in same)}
             taken = medians(options.chip, compiled, options.rounds, f"{variant} {direction}")
+            title = f"{variant} mixer, {direction}, {options.precision}, {options.chip}: CPU seconds to compile"
+            table = Table("kernel", "without", "with", "ratio", title=title)
             for name in forms[1]:
                 without, inside = taken.get((0, name)), taken.get((1, name))
                 ratio = inside / without if inside and without else None
                 slower |= ratio is not None and ratio > MOST
                 shown = ["" if a is None else f"{a:.2f}" for a in (without, inside, ratio)]
-                table.add_row(
-                    f"{variant}, {direction}", name, *(shown if name not in same else (shown[0], "the same", ""))
-                )
-    Console(width=120).print(table)
+                table.add_row(name, *(shown if name not in same else (shown[0], "the same", "")))
+            Console(width=120).print(table)
     return int(slower)
 
 
