@@ -104,9 +104,12 @@ def test_more_schedules(variant):
 
 
 @pytest.mark.slow
-def test_the_interpreter_of_tpu_memory_finds_no_race(monkeypatch):
+@pytest.mark.parametrize("precision", ["highest", "default"], ids=["token by token", "chunk"])
+def test_the_interpreter_of_tpu_memory_finds_no_race(monkeypatch, precision):
     monkeypatch.setenv("PORTABLE_GDN_PALLAS_INTERPRET", "tpu")
-    follow(Setting("GDN", "jax", "pallas-interpret", N=3, T=12, room=2, every=2), 4)
+    mixer = precision == "default"
+    setting = Setting("GDN", "jax", "pallas-interpret", N=3, T=12, room=2, every=2, mixer=mixer, precision=precision)
+    follow(setting, 4)
 
 
 def test_what_the_kernel_leaves_to_others_is_told():
