@@ -100,7 +100,7 @@ def gated_delta_rule(
 ) -> tuple[Array, Array | RuleStates | None]:
     """The gated delta rule over whole sequences, on the best backend for the arrays given.
 
-    Per token and value head, with the state S [K, V] in float32::
+    Per token and value head, with the state S [K, V] in float32:
 
         S~ = diag(exp g) S;    S = S~ + k (write * v - S~^T (erase * k))^T;    o = scale S^T q
 
@@ -144,6 +144,15 @@ def gated_delta_rule(
 
     Raises:
         GdnError: an argument is wrong, or the backend named cannot compute the call.
+
+    Examples:
+        >>> import numpy as np, portable_gdn as pg
+        >>> q = k = np.ones((1, 8, 2, 4), np.float32)  # [B, T, H, K]
+        >>> v = np.ones((1, 8, 2, 3), np.float32)  # [B, T, HV, V]
+        >>> g, beta = np.full((2, 1, 8, 2), [[[[-0.1]]], [[[0.5]]]], np.float32)  # [B, T, HV]
+        >>> o, state = pg.gated_delta_rule(q, k, v, g, beta=beta, qk_l2norm=True, output_final_state=True)
+        >>> o.shape, state.shape
+        ((1, 8, 2, 3), (1, 2, 4, 3))
     """
     operands = {"q": q, "k": k, "v": v}
     add(
@@ -204,6 +213,17 @@ def gated_delta_rule_step(
 
     Raises:
         GdnError: as ``gated_delta_rule``.
+
+    Examples:
+        >>> import numpy as np, portable_gdn as pg
+        >>> q = k = np.ones((1, 2, 4), np.float32)  # one token per row: [B, H, K]
+        >>> v = np.ones((1, 2, 3), np.float32)
+        >>> beta = np.full((1, 2), 0.5, np.float32)
+        >>> state = None
+        >>> for token in range(3):
+        ...     o, state = pg.gated_delta_rule_step(q, k, v, beta=beta, state=state, qk_l2norm=True)
+        >>> state.shape
+        (1, 2, 4, 3)
     """
     operands = {"q": q, "k": k, "v": v}
     add(operands, g=g, beta=beta, erase=erase, write=write, initial_state=state)
@@ -270,6 +290,16 @@ def gated_delta_mixer(
 
     Raises:
         GdnError: as ``gated_delta_rule``.
+
+    Examples:
+        >>> import numpy as np, portable_gdn as pg
+        >>> q, k, v = np.ones((3, 1, 8, 16), np.float32)  # [B, T, channels], as projections make them: 2 heads of 8
+        >>> g, beta = np.full((2, 1, 8, 2), 0.5, np.float32)  # raw log decays, made by the gate; erase and write gate
+        >>> gate = pg.SoftplusGate(A_log=np.zeros(2, np.float32), dt_bias=np.zeros(2, np.float32))
+        >>> conv = pg.ShortConv(np.ones((48, 4), np.float32))  # weights [channels of q, k and v, taps]
+        >>> o, _ = pg.gated_delta_mixer((q, k, v), g, beta=beta, conv=conv, gate=gate, num_heads=2)
+        >>> o.shape
+        (1, 8, 2, 8)
     """
     mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
     mixed |= {"cu_seqlens": cu_seqlens, "segment_ids": segment_ids, "mask": mask}
@@ -385,6 +415,12 @@ def explain(
 
     Raises:
         GdnError: the call itself is wrong.
+
+    Examples:
+        >>> import numpy as np, portable_gdn as pg
+        >>> q = k = v = np.ones((1, 8, 2, 4), np.float32)
+        >>> pg.explain(q, k, v, beta=np.ones((1, 8, 2), np.float32)).backend
+        'numpy'
     """
     operands = {"q": q, "k": k, "v": v}
     add(

@@ -133,7 +133,7 @@ def run(problem: Problem, backend: Backend) -> Result:
     """Compute; a call without tokens is answered here."""
     if problem.signature.B * problem.signature.T == 0:
         return empty_result(problem)
-    note(problem.signature, backend)
+    note(problem, backend)
     return backend.run(problem)
 
 
@@ -148,7 +148,7 @@ def run_update(problem: Problem, backend: Backend) -> UpdateResult:
             xp: Any = np if s.library == "numpy" else sys.modules["jax"].numpy
             o = xp.zeros((s.T, s.HV, s.V), like.dtype)
         return UpdateResult(o, {name: a for name, a in x.items() if name.startswith("pool.")})
-    note(s, backend)
+    note(problem, backend)
     return backend.update(problem)
 
 
@@ -166,7 +166,7 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
         if s.packed:  # of one row
             states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
-    note(s, backend)
+    note(problem, backend)
     return backend.run_with_states(problem, every)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .dispatch import where
 from .spec.backend import Backend
-from .spec.problem import Signature
+from .spec.problem import Problem, Signature
 
 __all__ = ["Served", "note", "watch"]
 
@@ -21,7 +21,8 @@ class Served(NamedTuple):
     Attributes:
         backend: its name; of a call that is traced by JAX what the compiled program holds, by platform: "pallas if
             compiled for a TPU, xla elsewhere".
-        by: what of that backend (a library, a kernel and its plan), where it tells.
+        by: what of that backend (a library, a kernel and its plan), where it tells; of torchax what computes its JAX
+            arrays, and where the call is traced what the compiled program holds.
         signature: the call.
     """
 
@@ -59,9 +60,10 @@ def watch() -> Iterator[list[Served]]:
         _watching[:] = [kept for kept in _watching if kept is not calls]
 
 
-def note(signature: Signature, backend: Backend) -> None:
+def note(problem: Problem, backend: Backend) -> None:
     """Tell whoever watches."""
     if _watching:
-        served = Served(where(backend, signature), backend.serves(signature), signature)
+        signature = problem.signature
+        served = Served(where(backend, signature), backend.serves_call(problem), signature)
         for calls in _watching:
             calls.append(served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_rep
 from ..spec.errors import GdnError, bad
 from ..tpu.chips import CHIPS, chip_named
 from ..tpu.scheduling.build import expected_wait, missing
+from ..tpu.scheduling.picture import picture as draw
 from .output import console, messages, print_json, progress_bar, show
 from .tpu_layers import report_layers
 from .tpu_scale import report_scale
@@ -40,6 +42,7 @@ def tpu_report(
     value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
     sequences: Annotated[int, typer.Option(help="So many packed in the row, each with its state.")] = Shape().sequences,
+    picture: Annotated[Path | None, typer.Option(help="Draw the use of each unit over a grid step, as SVG.")] = None,
     chips: Annotated[int, typer.Option(help="Compile for so many chips: 2, 4, 8 or another power of two.")] = 1,
     split: Annotated[str, typer.Option(help=f"With --chips: what is split, {', '.join(SPLITS)}.")] = "rows",
     forgets: Annotated[
@@ -59,6 +62,12 @@ def tpu_report(
     wait = None if missing() else expected_wait(kinds)
     if wait is not None:
         messages.print(wait, soft_wrap=True)
+    if picture is not None and (op in SCOPES or chip == "all" or chips != 1):
+        raise bad(
+            "--picture",
+            picture,
+            "be left out of --op layer and mixer, --chips and --chip all: it shows one call's kernels",
+        )
     if fused and (op in SCOPES or chips != 1):
         where = f"--op {op}, which has everything in it" if op in SCOPES else "a call with --chips"
         raise bad("--fused", "given", f"be left out of {where}")
@@ -82,6 +91,8 @@ def tpu_report(
     failed = [(name, r) for name, r in zip(kinds, found, strict=True) if isinstance(r, GdnError)]
     if not reports:
         raise failed[0][1]
+    if picture is not None:
+        picture.write_text(draw(reports[0].schedule))
     if as_json and chip != "all":
         print_json(reports[0].as_dict())
     elif as_json:

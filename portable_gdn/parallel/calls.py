@@ -72,6 +72,6 @@ def run_split(
         every = check_states_every(s, every)
         if split.sequence:
             raise bad("output_states_every", every, "be left out where sharding.sequence splits the tokens")
-    note(s, chosen)
+    note(problem, chosen)
     name = backend if s.traced else chosen.name  # of a trace the lowering may take another one
     return run_shards(Call(s, options, name, chosen.counts_axes, split, every), problem.operands)

@@ -160,6 +160,10 @@ class Backend(ABC):
         """What of a library, or which kernel, serves such a call; "" where there is nothing to tell."""
         return ""
 
+    def serves_call(self, problem: Problem) -> str:
+        """As ``serves``, of a call whose operands tell more than its signature does; they must not be read."""
+        return self.serves(problem.signature)
+
     def serving(self) -> AbstractContextManager[Sequence[Any]]:
         """A block in which a list fills with what serves its calls."""
         return nullcontext(())

@@ -144,6 +144,7 @@ def _operation(
         beside_bytes=beside.bytes,
         across_bytes=beside.across,
         grid_steps=whole,
+        timeline=_timeline(per_step, named, files) if operation.kernel else None,
     )
 
 
@@ -219,6 +220,25 @@ def _units(counts: np.ndarray, named: Mapping[str, np.ndarray], files: Files, ch
     # A matrix unit loads rows of one operand while it multiplies those of another: two things that can bind it.
     pushes = float((counts * np.array([b.pushes for b in files.bundles])).sum())
     return {"MXU": cycles.pop("MXU"), "MXU load": pushes * chip.push_cycles / chip.mxu_count, **cycles}
+
+
+def _timeline(per_step: np.ndarray, named: Mapping[str, np.ndarray], files: Files) -> dict[str, list[float]]:
+    """The share of each unit's slots that is taken, in up to 120 equal parts of a step; idle units are left out."""
+    cycles = int(per_step.sum())
+    if not cycles:
+        return {}
+    bins = min(120, cycles)
+    places = dict(zip(UNITS, files.capacity.tolist(), strict=True))
+    # Where a bundle of a loop runs several times, its turns are drawn as one piece.
+    part = np.minimum((np.cumsum(per_step) - per_step) * bins // cycles, bins - 1)
+    width = np.bincount(part, per_step, bins)
+    found = {}
+    for unit, used in named.items():
+        if ":" in unit or not (per_step * used).any():
+            continue
+        shares = np.bincount(part, per_step * used, bins) / np.maximum(1, width * max(1, places[unit]))
+        found[unit] = [float(f"{x:.3f}") for x in shares]
+    return found
 
 
 def _parts(counts: np.ndarray, files: Files, inside: slice = slice(None)) -> dict[str, int]:

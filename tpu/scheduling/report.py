@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..chips import Chip, chip_named
@@ -51,6 +51,7 @@ class OperationReport(NamedTuple):
     hbm_bytes: what its own copies move, and beside_bytes: what XLA moves between HBM and VMEM for it by copies that run
     beside other operations; across_bytes: those of them that run beside the program before this one.
     notes: what a reader must know to trust the figures.
+    timeline: for each unit the share of its slots that is taken, in equal parts of a full step (``picture`` draws it).
     """
 
     name: str
@@ -78,6 +79,7 @@ class OperationReport(NamedTuple):
     beside_bytes: int = 0
     across_bytes: int = 0
     grid_steps: int | None = None
+    timeline: Mapping[str, Sequence[float]] | None = None
 
     @property
     def busiest(self) -> tuple[str, float]:
