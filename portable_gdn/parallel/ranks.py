@@ -72,7 +72,7 @@ def _gathered() -> Any:
 
         @staticmethod
         def forward(ctx: Any, group: Any, mine: Tensor, *others: Tensor) -> Tensor:
-            """Of ``mine`` [..], all processes' [D, ..]."""
+            """Stack what all processes have, ``mine`` [..] each, to [D, ..]."""
             ctx.group, ctx.others = group, len(others)
             found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(found, mine.contiguous(), group=group)
