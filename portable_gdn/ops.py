@@ -292,8 +292,8 @@ def chunk_gated_delta_rule(
         state_v_first: Whether states, both given and returned, are [N, HV, V, K].
         cu_seqlens: [N + 1] integers, the boundaries of packed sequences; B must be 1.
         cu_seqlens_cpu, chunk_indices: Ignored.
-        cp_context: From ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens of
-            one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot be
+        cp_context: From ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens
+            of one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot be
             combined with states.
         **kwargs: ``use_gate_in_kernel`` (False by default) replaces g by -exp(A_log) softplus(g + dt_bias), computed
             in float32; ``A_log`` and ``dt_bias`` are [HV]; ``chunk_size`` is a power of two from 16 to 256.
@@ -338,7 +338,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> Pair:
     """Compute Gated DeltaNet, with gradients, which FLA's operation lacks.
 
-    As in FLA, ``fused_recurrent_gdn`` is another name for it. The arguments that are not listed here are those of ``chunk_gated_delta_rule``.
+    As in FLA, ``fused_recurrent_gdn`` is another name for it. The arguments that are not listed here are those of
+    ``chunk_gated_delta_rule``.
 
     Args:
         q, k: [B, T, H, K].
@@ -506,7 +507,8 @@ def chunk_gdn2(
 ) -> Pair:
     """Compute Gated DeltaNet 2 over whole sequences.
 
-    HV > H is supported too, which in FLA only the recurrent operation supports. The arguments that are not listed here are those of ``chunk_kda``.
+    HV > H is supported too, which in FLA only the recurrent operation supports. The arguments that are not listed here
+    are those of ``chunk_kda``.
 
     Args:
         q, k: [B, T, H, K].
