@@ -293,8 +293,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: [N + 1] integers, the boundaries of packed sequences; B must be 1.
         cu_seqlens_cpu, chunk_indices: Ignored.
         cp_context: From ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens
-            of one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot be
-            combined with states.
+            of one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot
+            be combined with states.
         **kwargs: ``use_gate_in_kernel`` (False by default) replaces g by -exp(A_log) softplus(g + dt_bias), computed
             in float32; ``A_log`` and ``dt_bias`` are [HV]; ``chunk_size`` is a power of two from 16 to 256.
 
