@@ -136,7 +136,7 @@ def run(problem: Problem, backend: Backend) -> Result:
     """Compute a problem on a backend; a call without tokens is answered here, without the backend."""
     if problem.signature.B * problem.signature.T == 0:
         return empty_result(problem)
-    note(problem.signature, backend)
+    note(problem, backend)
     return backend.run(problem)
 
 
@@ -151,7 +151,7 @@ def run_update(problem: Problem, backend: Backend) -> UpdateResult:
             xp: Any = np if s.library == "numpy" else sys.modules["jax"].numpy
             o = xp.zeros((s.T, s.HV, s.V), like.dtype)
         return UpdateResult(o, {name: a for name, a in x.items() if name.startswith("pool.")})
-    note(s, backend)
+    note(problem, backend)
     return backend.update(problem)
 
 
@@ -172,7 +172,7 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
         if s.packed:  # packed sequences are one row
             states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
-    note(s, backend)
+    note(problem, backend)
     return backend.run_with_states(problem, every)
 
 

@@ -19,7 +19,7 @@ GDN-2 return detached outputs.
   ``use_gate_in_kernel``, ``lower_bound`` is ignored, as in FLA. ``safe_gate`` has no effect on the mathematics.
 - Accepted and ignored, since they change no numbers, are ``safe_gate``, ``disable_recompute``, ``max_num_seqs``, and
   the copies of ``cu_seqlens``: ``cu_seqlens_cpu`` and ``chunk_indices``.
-- Not supported, and refused unless left at None or False, are ``gv``, ``cp_context``, ``use_graph`` and
+- Not supported, and refused unless left at None or False, are ``gv``, ``use_graph`` and
   ``return_intermediate_states``.
 - Refused, although FLA accepts them silently, are unknown keywords, gates with H instead of HV heads, an operand that
   is None, and ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``. Calls that ``gated_delta_rule`` refuses are
@@ -192,9 +192,14 @@ def _rule(
     initial_state: Array,
     state_v_first: bool = False,
     more: Mapping[str, Any],
+    cp_context: Any = None,
     **options: Any,
 ) -> Pair:
     """Call ``gated_delta_rule``; errors name the arguments as FLA does."""
+    if cp_context is not None and cp_context is not False:
+        _check_context(cp_context, v, initial_state, options["output_final_state"])
+        if cp_context.group is not None:
+            return _piece(q, k, v, g, cp_context, more, options), None
     if library_of(initial_state) is not None and str(initial_state.dtype).endswith("float16"):
         initial_state = _float32(initial_state)  # bfloat16 too; the widening is exact, and FLA's kernels do it as well
     try:
@@ -213,6 +218,43 @@ def _rule(
         for ours, theirs in _WORDS:
             sentence = re.sub(ours, theirs, sentence)
         raise GdnError(sentence) from error
+
+
+def _check_context(context: Any, v: Array, initial_state: Array, output_final_state: bool) -> None:
+    """Refuse what is no context of FLA's, and what cannot go with one."""
+    if not all(hasattr(context, name) for name in ("group", "cu_seqlens", "is_first_rank", "is_last_rank")):
+        raise bad("cp_context", f"a {type(context).__name__}", "be None or what fla.ops.cp.build_cp_context returns")
+    if getattr(context, "layout", "contiguous") != "contiguous":
+        raise bad(
+            "cp_context.layout", repr(context.layout), "be 'contiguous': each process has one piece of the tokens"
+        )
+    if library_of(v) != "torch":
+        raise bad("cp_context", "given with arrays that are no torch tensors", "be left out: JAX arrays of "
+                  "gated_delta_rule take sharding=portable_gdn.Sharding(sequence=...)")  # fmt: skip
+    for name, given in (("initial_state", initial_state is not None), ("output_final_state", output_final_state)):
+        if given and context.group is not None:
+            raise bad(name, "given with cp_context", "be left out: sequences begin from zeros there, and end unseen")
+
+
+def _piece(
+    q: Array, k: Array, v: Array, g: Array | None, context: Any, more: Mapping[str, Any], options: dict[str, Any]
+) -> Array:
+    """The outputs of this process's tokens, one piece of those of a group."""
+    from .parallel.ranks import run_ranks
+
+    gates = {name: options.pop(name) for name in ("beta", "erase", "write") if options.get(name) is not None}
+    x = {name: a for name, a in {"q": q, "k": k, "v": v, "g": g, **gates}.items() if a is not None}
+    options = {name: a for name, a in options.items() if name != "cu_seqlens"} | {"output_final_state": True}
+
+    def call(x: Mapping[str, Array], state: Array, bounds: Array | None) -> tuple[Array, Array]:
+        o, after = _rule(**{"g": None, **x}, **options, initial_state=state, more=more, cu_seqlens=bounds)
+        assert after is not None
+        return o, after
+
+    places = context.cu_seqlens_cpu if getattr(context, "cu_seqlens_cpu", None) is not None else context.cu_seqlens
+    bounds = context.cu_seqlens.to(v.device)
+    enters, leaves = not context.is_first_rank, not context.is_last_rank
+    return run_ranks(call, x, bounds, places.tolist(), enters, leaves, context.group)
 
 
 def chunk_gated_delta_rule(
@@ -250,7 +292,9 @@ def chunk_gated_delta_rule(
         state_v_first: Whether states, both given and returned, are [N, HV, V, K].
         cu_seqlens: [N + 1] integers, the boundaries of packed sequences; B must be 1.
         cu_seqlens_cpu, chunk_indices: Ignored.
-        cp_context: Not supported.
+        cp_context: From ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens
+            of one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot
+            be combined with states.
         **kwargs: ``use_gate_in_kernel`` (False by default) replaces g by -exp(A_log) softplus(g + dt_bias), computed
             in float32; ``A_log`` and ``dt_bias`` are [HV]; ``chunk_size`` is a power of two from 16 to 256.
 
@@ -261,13 +305,13 @@ def chunk_gated_delta_rule(
         GdnError: An argument is wrong or not supported, or a keyword is unknown.
     """
     more = _keywords("chunk_gated_delta_rule", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices)
     return _rule(
         q, k, v, _operand("g", g, v), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(more.get("use_gate_in_kernel", False), more.get("A_log"), more.get("dt_bias")),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -370,7 +414,7 @@ def chunk_kda(
         safe_gate: Has no effect, but as in FLA it requires a ``lower_bound`` if ``use_gate_in_kernel`` is set.
         lower_bound: A value in [-5, 0); ignored without ``use_gate_in_kernel``.
         disable_recompute, cu_seqlens_cpu, max_num_seqs: Ignored.
-        return_intermediate_states, cp_context, use_graph: Not supported.
+        return_intermediate_states, use_graph: Not supported.
         **kwargs: ``A_log`` [HV], for which None means 0 if there is a ``lower_bound``; ``dt_bias`` [HV * K];
             ``chunk_size``.
 
@@ -381,13 +425,14 @@ def chunk_kda(
         GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_kda", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, use_graph=use_graph, return_intermediate_states=return_intermediate_states)
+    _not_offered(use_graph=use_graph, return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -472,7 +517,7 @@ def chunk_gdn2(
         b: [B, T, HV, K], the erase gate.
         w: [B, T, HV, V], the write gate.
         disable_recompute, cu_seqlens_cpu: Ignored.
-        return_intermediate_states, cp_context: Not supported.
+        return_intermediate_states: Not supported.
         **kwargs: ``A_log`` [HV], for which None means 0 if there is a ``lower_bound``; ``dt_bias`` [HV * K];
             ``chunk_size``.
 
@@ -483,13 +528,14 @@ def chunk_gdn2(
         GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_gdn2", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
+    _not_offered(return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), erase=_operand("b", b, q, "K"), write=_operand("w", w, v, "V"),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .dispatch import where
 from .spec.backend import Backend
-from .spec.problem import Signature
+from .spec.problem import Problem, Signature
 
 __all__ = ["Served", "note", "watch"]
 
@@ -21,7 +21,8 @@ class Served(NamedTuple):
     Attributes:
         backend: The name of the backend. For a call that JAX traces it may depend on the platform that the program is
             compiled for, as in "pallas if compiled for a TPU, xla elsewhere".
-        by: The part of the backend that computes the call (a library, or a kernel and its plan), or "".
+        by: The part of the backend that computes the call (a library, or a kernel and its plan), or "". For torchax it
+            is what computes its JAX arrays, and for a traced call what the compiled program holds.
         signature: The metadata of the call.
     """
 
@@ -59,9 +60,10 @@ def watch() -> Iterator[list[Served]]:
         _watching[:] = [kept for kept in _watching if kept is not calls]
 
 
-def note(signature: Signature, backend: Backend) -> None:
+def note(problem: Problem, backend: Backend) -> None:
     """Add a call to the list of every active ``watch`` block."""
     if _watching:
-        served = Served(where(backend, signature), backend.serves(signature), signature)
+        signature = problem.signature
+        served = Served(where(backend, signature), backend.serves_call(problem), signature)
         for calls in _watching:
             calls.append(served)

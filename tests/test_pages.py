@@ -99,6 +99,7 @@ ELSEWHERE = {
     "docs/gpu-to-tpu.md": "test_pages_on_devices.py",
     "docs/many-chips.md": "test_pages_on_devices.py",
     "docs/models.md": "test_models.py",
+    "docs/torchax.md": "test_torchax.py",
 }
 
 

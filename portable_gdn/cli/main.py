@@ -37,6 +37,9 @@ def main() -> None:
 
 
 def _run() -> int:
+    from . import platforms
+
+    platforms.settle()
     from ..spec.errors import GdnError
     from .app import app
 

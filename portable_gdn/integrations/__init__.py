@@ -6,9 +6,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["MODELS", "patch_maxtext", "patch_transformers"]
+__all__ = ["MODELS", "patch_maxtext", "patch_torchax", "patch_transformers"]
 
-_WHERE = {"MODELS": "transformers", "patch_transformers": "transformers", "patch_maxtext": "maxtext"}
+_WHERE = {
+    "MODELS": "transformers",
+    "patch_transformers": "transformers",
+    "patch_maxtext": "maxtext",
+    "patch_torchax": "torchax_patch",
+}
 
 
 def __getattr__(name: str) -> Any:

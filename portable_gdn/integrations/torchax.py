@@ -111,6 +111,16 @@ class Torchax(Backend):
 
         return self._for_jax(signature, jax.default_backend())[1].name
 
+    def serves_call(self, problem: Problem) -> str:
+        """Which backend for JAX arrays computes it; of a traced call, what the compiled program holds."""
+        from torchax.interop import jax_view
+
+        s, x = problem
+        given = x["qkv" if "qkv" in x else "q"]
+        there, backend = self._for_jax(s, _platform(jax_view(given) if hasattr(given, "jax") else given))
+        plan = backend.serves(there)
+        return dispatch.where(backend, there) + (f": {plan}" if plan else "")
+
 
 def _platform(x: Any) -> str:
     """The platform that a JAX array lives on, or "traced" under a trace."""
