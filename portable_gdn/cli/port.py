@@ -238,7 +238,7 @@ def _resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        messages.print("portable-gdn: interrupted; the same command continues behind the last finished file.")
+        messages.print("portable-gdn: interrupted; the same command continues after the last finished file.")
         raise typer.Exit(130) from None
 
 
