@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="tasks whose name contains this")
     options = parser.parse_args()
-    print(f"| answers | K = V | decays a head | error, %, at {T} tokens | at {LONGER * T} tokens | s |")
+    print(f"| answers | K = V | decays per head | error, %, at {T} tokens | at {LONGER * T} tokens | s |")
     print("|---|---|---|---|---|---|")
     for name, task in TASKS.items():
         for K in options.sizes[: None if task.vectors else 1] if options.only in name else []:

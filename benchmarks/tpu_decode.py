@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from portable_gdn.spec.problem import PoolKind, Signature
+from portable_gdn.spec.problem import ConvKind, PoolKind, Signature
 from portable_gdn.spec.variants import VARIANTS, Variant
 from portable_gdn.tpu.chips import CHIPS, Chip
 from portable_gdn.tpu.scheduling.build import schedules
@@ -41,22 +42,34 @@ class Entry(NamedTuple):
     own: int
     room: int
     state_dtype: str = "float32"
+    precision: str = "default"
+    mixer: bool = False
 
     @property
     def name(self) -> str:
         """Its name in the file."""
-        return f"{self.variant} B={self.rows} {self.accepted}+{self.own} of {self.room} {self.state_dtype}"
+        how = f" {self.precision}" if self.precision != "default" else ""
+        how += " mixer" if self.mixer else ""
+        return f"{self.variant} B={self.rows} {self.accepted}+{self.own} of {self.room} {self.state_dtype}{how}"
 
 
+#: One step without drafts, one behind a token that waits, and a verification of four tokens after four; GDN-2 and GLA
+#: for one step, and the token-by-token form of windows, which keeps bits.
 ENTRIES = (
-    *(Entry("GDN", rows, 0, 1, 0) for rows in (1, 8, 64, 256)),
-    Entry("GDN", 64, 0, 1, 0, "bfloat16"),
-    *(Entry("KDA", rows, 0, 1, 0) for rows in (64,)),
-    Entry("GDN-2", 64, 0, 1, 0),
-    Entry("GLA", 64, 0, 1, 0),
-    Entry("GDN", 64, 1, 1, 1),
+    *(
+        Entry(variant, rows, *tokens, dtype)
+        for variant in ("GDN", "KDA")
+        for tokens in ((0, 1, 0), (4, 4, 4))
+        for dtype in ("float32", "bfloat16")
+        for rows in (1, 8, 64, 256)
+    ),
+    *(Entry(variant, 64, *tokens) for variant in ("GDN-2", "GLA") for tokens in ((0, 1, 0), (4, 4, 4))),
+    Entry("GDN", 64, 1, 1, 4),
     Entry("GDN", 64, 1, 4, 4),
-    Entry("GDN", 64, 4, 4, 4),
+    Entry("GDN", 64, 8, 8, 8),
+    Entry("GDN", 64, 4, 4, 4, mixer=True),
+    Entry("GDN", 64, 1, 1, 1),
+    Entry("GDN", 64, 4, 4, 4, precision="highest"),
 )
 
 
@@ -68,8 +81,11 @@ def signature(entry: Entry) -> Signature:
     pool = PoolKind(entry.rows + 1, entry.room, entry.room, entry.state_dtype, 0, 0)
     s = Signature(
         "jax", "traced", (), 1, entry.rows * own, entry.rows, H, HV, K, V, groups, "bfloat16", variant, K**-0.5, False,
-        False, None, None, "default", "kv", False, False, None,
+        False, None, None, entry.precision, "kv", False, False, None,
     )  # fmt: skip
+    if entry.mixer:
+        conv = ConvKind(4, "silu", True, 2 * H * K + HV * V)
+        s = replace(s, operands=("qkv", "g", "beta", "conv_weight"), conv=conv, qk_l2norm=True)
     return replace(s, update=pool)
 
 
@@ -78,17 +94,35 @@ def kernel(entry: Entry, chip: Chip) -> tuple[Any, tuple[Any, ...]]:
     import jax
     import jax.numpy as jnp
 
+    from portable_gdn.tpu.kernels.pipelined.prologue import HISTORY
+    from portable_gdn.tpu.kernels.window.chunk import ChunkOperands
     from portable_gdn.tpu.kernels.window.forward import WindowOperands, windows
-    from portable_gdn.tpu.kernels.window.plan import window_plan
+    from portable_gdn.tpu.kernels.window.plan import TAPS, window_plan
 
     p = window_plan(signature(entry), chip)
     assert p is not None
-    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct((p.rows, p.blocks, p.places, *dims), dtype)  # noqa: E731
-    factors = 1 if p.by_channel else 3 if p.erases else 2
-    x = WindowOperands(
-        shape(2 * p.key_heads, K), shape(p.value_heads, V), shape(factors * p.value_heads),
-        shape(3 * p.value_heads, K) if p.by_channel else None,
-    )  # fmt: skip
+    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct((p.rows, p.blocks, *dims), dtype)  # noqa: E731
+    x: ChunkOperands | WindowOperands
+    if p.chunked:
+        gates = (not p.by_channel) + (p.erases and not p.erases_channels)
+        channels = (1 + p.erases_channels) * p.places if p.by_channel else 0
+        length, dtype, taps = p.places, jnp.float32, ()
+        if p.before is not None:
+            length, dtype = length + HISTORY, jnp.bfloat16
+            heads = ((p.key_heads, 2 * TAPS, K), (p.value_heads, TAPS, V))
+            taps = tuple(jax.ShapeDtypeStruct((1, p.blocks, *dims), jnp.float32) for dims in heads)
+        x = ChunkOperands(
+            shape(p.key_heads, 2 * length, K, dtype=dtype), shape(p.value_heads, length, V, dtype=dtype),
+            shape(p.places, gates * p.value_heads) if gates else None,
+            shape(p.value_heads, channels, K) if channels else None, *taps,
+        )  # fmt: skip
+    else:
+        factors = 1 if p.by_channel else 3 if p.erases else 2
+        x = WindowOperands(
+            shape(p.places, 2 * p.key_heads, K), shape(p.places, p.value_heads, V),
+            shape(p.places, factors * p.value_heads),
+            shape(p.places, 3 * p.value_heads, K) if p.by_channel else None,
+        )  # fmt: skip
     pool = jax.ShapeDtypeStruct((entry.rows + 1, HV, K, V), entry.state_dtype)
     total = entry.accepted + entry.own
     committed = entry.accepted if entry.room else total
@@ -99,10 +133,10 @@ def kernel(entry: Entry, chip: Chip) -> tuple[Any, tuple[Any, ...]]:
     return run, (table, x, pool)
 
 
-def measure(entry: Entry) -> dict[str, Any]:
+def measure(entry: Entry, chips: Sequence[str] = CHIPS_SHOWN) -> dict[str, Any]:
     """Figures by chip, or why there are none."""
     found = {}
-    for name in CHIPS_SHOWN:
+    for name in chips:
         run, args = kernel(entry, CHIPS[name])
         (report,) = schedules(run, *args, chips=[name])
         found[name] = figures(entry, CHIPS[name], report) if hasattr(report, "kernels") else str(report)
@@ -154,7 +188,9 @@ def main() -> None:
             )  # fmt: skip
     Console(width=140).print(table)
     if arguments.write:
-        FILE.write_text(json.dumps({"made with": versions(), "figures": {**held, **found}}, indent=1) + "\n")
+        figures = {e.name: found.get(e.name, held.get(e.name)) for e in ENTRIES}
+        figures = {name: chips for name, chips in figures.items() if chips is not None}
+        FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

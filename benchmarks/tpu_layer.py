@@ -25,8 +25,8 @@ from portable_gdn.harness.shapes import Shape
 
 FILE = Path(__file__).with_suffix(".json")
 ROOT = Path(__file__).parents[1]
-#: Pages that have the table, where they have its marks.
-PAGES = (ROOT / "docs" / "tpu-layer.md",)
+#: Pages that have the table between its marks, and whether they have the short one.
+PAGES = ((ROOT / "docs" / "tpu-layer.md", False), (ROOT / "README.md", True))
 MARKS = ("<!-- layer table: benchmarks/tpu_layer.py --write -->\n", "<!-- end of layer table -->")
 CHIPS = ("v5e", "v6e", "v7x")
 MOST = 1.03  # times the milliseconds on file, above which a layer has grown
@@ -93,17 +93,35 @@ def table(figures: dict[str, Any], made_with: str) -> str:
         if of.backend == "xla":
             continue
         other = figures.get(name(of._replace(backend="xla")), {})
-        for chip, row in figures.get(name(of), {}).items():
+        rows = figures.get(name(of), {})
+        for chip in CHIPS:
+            row, beside, s = rows.get(chip), other.get(chip), of.shape
             if not isinstance(row, dict):
                 continue
-            beside = other.get(chip)
-            s = of.shape
             scope = of.scope if of.norm else f"{of.scope} without norm and gate"
             what = f"{of.variant} {scope}, {s.heads} / {s.value_heads} heads, {of.direction}, `{of.precision}`"
             cells = [f"{row[part]:.2f}" for part in (*PARTS, "together", "floor")]
             cells.append(f"{beside['together']:.2f}" if isinstance(beside, dict) else "")
             lines.append(f"| {what} | {chip} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + f"\n\n(ms; B=1, T={LONG.seqlen}, {LONG.dtype}; {made_with})\n"
+
+
+def short_table(figures: dict[str, Any], made_with: str) -> str:
+    """The table of the README: ms of whole layers by chip."""
+    titles = {"gdn": "Gated DeltaNet", "kda": "KDA", "gdn2": "GDN-2"}
+    lines = [f"| layer, bfloat16 | pass | {' | '.join(CHIPS)} | v6e by XLA |", "|---|---|" + "---|" * (len(CHIPS) + 1)]
+    for of in ENTRIES:
+        if (of.scope, of.backend) != ("layer", "pallas"):
+            continue
+        rows = figures.get(name(of), {})
+        other = figures.get(name(of._replace(backend="xla")), {}).get("v6e")
+        cells = [f"{row['together']:.2f}" if isinstance(row, dict) else "" for row in map(rows.get, CHIPS)]
+        cells.append(f"{other['together']:.2f}" if isinstance(other, dict) else "")
+        s = of.shape
+        what = f"{titles[of.variant]}, hidden size {of.hidden}, {s.heads} / {s.value_heads} heads"
+        passes = "forward" if of.direction == "forward" else "forward and backward"
+        lines.append(f"| {what} | {passes} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n(ms; B=1, T={LONG.seqlen}, precision fast; {made_with})\n"
 
 
 def with_table(text: str, made: str) -> str:
@@ -143,8 +161,9 @@ def main() -> int:
         figures = {name(of): {**before.get(name(of), {}), **found.get(name(of), {})} for of in ENTRIES}
         figures = {key: row for key, row in figures.items() if row}
         FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1, sort_keys=True) + "\n")
-        for page in PAGES:
-            page.write_text(with_table(page.read_text(), table(figures, versions())))
+        for page, short in PAGES:
+            made = (short_table if short else table)(figures, versions())
+            page.write_text(with_table(page.read_text(), made))
     return int(grown and not options.write)
 
 

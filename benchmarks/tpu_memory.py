@@ -1,9 +1,11 @@
 """What the backward pass keeps on a TPU, and what it costs not to: the compiler's own figures, on this CPU.
 
     python benchmarks/tpu_memory.py            # docs/tpu-backward.md has the figures
+    python benchmarks/tpu_memory.py --mixer    # docs/tpu-layer.md has these
 
-A program is the gradient of layers in a ``lax.scan``, each a call of the rule and a sum. Bytes are what the compiler
-sets aside beside operands and results (``memory_analysis``), by layer: what eight of them need and four do not.
+A program is the gradient of layers in a ``lax.scan``, each a call of the rule, or of a mixer, and a sum. Bytes are what
+the compiler sets aside beside operands and results (``memory_analysis``), by layer: what eight of them need and four do
+not. A mixer is compiled without an output norm, with it, and with the same norm written in JAX behind the call.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import portable_gdn as pg  # noqa: E402
 from portable_gdn.tpu.calls import KEPT  # noqa: E402
 
 Layer = Callable[[Any, Any], tuple[Any, None]]
+#: Forms of a mixer, by what becomes of its output.
+NORMS = ("no norm", "norm inside", "norm behind, by XLA")
 
 #: How a layer is made to keep less, by what is computed again.
 WAYS: dict[str, Callable[[Layer], Layer]] = {
@@ -52,11 +56,36 @@ def program(variant: str, precision: str, again: str) -> Callable[[Any, Any], An
     return jax.grad(loss)
 
 
-def kept(chip: str, variant: str, precision: str, again: str, layers: int, tokens: int, heads: int, dim: int) -> int:
-    """Bytes that the program needs beside its operands and its result."""
-    shapes = (layers, 3, dim), (1, tokens, heads, dim)
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    compiled = compile_for(chip_named(chip), program(variant, precision, again), *args)
+def mixers(norm: str, precision: str, again: str, heads: int, dim: int) -> Callable[[Any, Any], Any]:
+    """The gradient by the weights [layers, 15, HV V] of GDN mixers on x [B, T, HV V], two value heads a key head."""
+    keys = heads * dim
+
+    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+        q, k, v, z, taps = *(x * w for w in weights[:4]), weights[4:12].reshape(-1, 4)
+        raw = x[..., : 2 * heads]
+        normed = pg.GatedRMSNorm(weights[12, :dim])
+        gate = pg.SoftplusGate(weights[13, : 2 * heads], weights[14, : 2 * heads])
+        inside = {"output_norm": normed, "z": z} if norm == "norm inside" else {}
+        o, _ = pg.gated_delta_mixer(
+            (q[..., :keys], k[..., :keys], v), raw, beta=jax.nn.sigmoid(raw.astype(jnp.float32)),
+            conv=pg.ShortConv(taps), gate=gate, num_heads=heads, key_dim=dim, precision=precision,
+            backend="pallas", **inside,
+        )  # fmt: skip
+        if norm == "norm behind, by XLA":
+            wide = o.astype(jnp.float32)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + normed.eps)
+            o = (wide * normed.weight * jax.nn.silu(z.astype(jnp.float32).reshape(o.shape))).astype(o.dtype)
+        return x + o.reshape(x.shape), None
+
+    def loss(weights: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(WAYS[again](layer), x, weights)[0].astype(jnp.float32))
+
+    return jax.grad(loss)
+
+
+def temporaries(chip: str, gradient: Callable[[Any, Any], Any], *shapes: tuple[int, ...]) -> int:
+    """Bytes that a program needs beside its operands and its result."""
+    compiled = compile_for(chip_named(chip), gradient, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
@@ -67,16 +96,23 @@ def main() -> None:
     parser.add_argument("--precision", default="fast", choices=("fast", "default", "highest"))
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--mixer", action="store_true", help="whole GDN mixers, with twice as many value heads")
     options = parser.parse_args()
-    table = Table("computed again", "GDN", "KDA", title=f"MiB a layer, {options.chip}, {options.precision}")
+    T, H, K, precision = options.seqlen, options.heads, 128, options.precision
+
+    def program_of(column: str, again: str, layers: int) -> tuple[Any, ...]:
+        if options.mixer:
+            wide = 2 * H * K
+            return mixers(column, precision, again, H, K), (layers, 15, wide), (1, T, wide)
+        return program(column, precision, again), (layers, 3, K), (1, T, H, K)
+
+    columns = NORMS if options.mixer else ("gdn", "kda")
+    table = Table("computed again", *columns, title=f"MiB a layer, {options.chip}, {options.precision}")
     for again in WAYS:
         cells = []
-        for variant in ("gdn", "kda"):
-            at = [
-                kept(options.chip, variant, options.precision, again, n, options.seqlen, options.heads, 128)
-                for n in (4, 8)
-            ]
-            cells.append(f"{(at[1] - at[0]) / 4 / 2**20:.0f}")
+        for column in columns:
+            few, many = (temporaries(options.chip, *program_of(column, again, n)) for n in (4, 8))
+            cells.append(f"{(many - few) / 4 / 2**20:.0f}")
         table.add_row(again, *cells)
     Console().print(table)
 

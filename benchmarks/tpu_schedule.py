@@ -1,7 +1,7 @@
 """Every Pallas kernel of this repository on every TPU: cycles, from the TPU's compiler, on this CPU.
 
     python benchmarks/tpu_schedule.py            # compile all, compare with tpu_schedule.json beside this file
-    python benchmarks/tpu_schedule.py --write    # and keep the new figures there, and in the tables of pages
+    python benchmarks/tpu_schedule.py --write    # and keep the new figures there, and in the table of its page
 
 Figures are exact and belong to the versions of jax and libtpu that they were made with, the newest that constraints.txt
 knows; the file names them.
@@ -108,12 +108,12 @@ def on_file() -> tuple[str, dict[str, Any]]:
     return held["made with"], held["figures"]
 
 
-def table(figures: dict[str, Any], made_with: str, short: bool = False) -> str:
-    """The table of ``PAGES``: of every entry, or of the few that the README shows."""
+def table(figures: dict[str, Any], made_with: str) -> str:
+    """The table of ``PAGE``."""
     lines = ["| call | precision | " + " | ".join(CHIPS) + " |", "|---|---|" + "---|" * len(CHIPS)]
     for entry in ENTRIES:
         row = figures.get(entry.name)
-        if row is None or (short and not shown_first(entry)):
+        if row is None:
             continue
         s = entry.shape
         op = "forward and backward" if entry.op == "backward" else entry.op
@@ -126,16 +126,8 @@ def table(figures: dict[str, Any], made_with: str, short: bool = False) -> str:
     return "\n".join(lines) + f"\n\n(B=1, T={LONG.seqlen}, {LONG.dtype}; {made_with})\n"
 
 
-def shown_first(entry: Entry) -> bool:
-    """Whether the README shows it: GDN's and KDA's usual calls."""
-    usual = entry.shape in (GROUPED, LONG) and entry.precision in MODES
-    if entry.variant == "kda":
-        return usual and entry.precision == "fast"
-    return usual and entry.variant == "gdn" and entry.shape == GROUPED
-
-
-#: Pages with a table of these figures, and whether it is the short one.
-PAGES = ((ROOT / "docs" / "figures.md", False), (ROOT / "README.md", True))
+#: The page with the table of these figures.
+PAGE = ROOT / "docs" / "figures.md"
 MARKS = ("<!-- tpu table: benchmarks/tpu_schedule.py --write -->\n", "<!-- end of tpu table -->")
 
 
@@ -149,7 +141,7 @@ def replaced(text: str, made: str) -> str:
 def main() -> int:
     """Compile, compare, and perhaps write. The exit code is 1 if a kernel has grown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="keep the new figures, and the tables of pages")
+    parser.add_argument("--write", action="store_true", help="keep the new figures, and the table of its page")
     parser.add_argument("--only", default="", help="entries whose name contains this")
     options = parser.parse_args()
     made_with, before = on_file()
@@ -175,8 +167,7 @@ def main() -> int:
         names = {e.name for e in ENTRIES}
         figures = {name: row for name, row in {**before, **found}.items() if name in names}
         FILE.write_text(json.dumps({"made with": versions(), "figures": figures}, indent=1, sort_keys=True) + "\n")
-        for page, short in PAGES:
-            page.write_text(replaced(page.read_text(), table(figures, versions(), short)))
+        PAGE.write_text(replaced(PAGE.read_text(), table(figures, versions())))
     return int(grown and not options.write)
 
 

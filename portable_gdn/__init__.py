@@ -98,13 +98,23 @@ __all__ = [
 ]
 
 
+#: Packages that ``import portable_gdn`` leaves to whoever names them.
+_PACKAGES = ("checkpoint", "gpu", "harness", "integrations", "layers", "models", "ops", "parallel", "tpu")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module 'portable_gdn' has no attribute {name!r}")
+        import difflib
+
+        close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], 1)
+        guess = f"; did you mean {close[0]!r}?" if close and not name.startswith("_") else ""
+        raise AttributeError(f"module 'portable_gdn' has no attribute {name!r}{guess}")
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_PACKAGES])

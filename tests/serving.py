@@ -270,14 +270,17 @@ class Engine:
                 self.live.append(request)
 
 
-def one_request(setting, tokens, windows, batch_row=1):
-    """One request's outputs, given its tokens in windows (length, how many of them are accepted), in a fixed batch."""
-    pool, at, waits, outputs = setting.pool(), 0, 0, []
+def one_request(setting, tokens, windows, batch_row=1, skipping=False):
+    """One request's outputs, given its tokens in windows (length, how many of them are accepted), in a fixed batch.
+
+    Rejected tokens come again as the next window's, or with ``skipping`` stand in ``tokens`` for themselves.
+    """
+    pool, at, skipped, waits, outputs = setting.pool(), 0, 0, 0, []
     rest = parameters(setting.variant, setting.mixer)
     for length, accepted in windows:
         x = {name: np.zeros((setting.T, *a.shape[1:]), a.dtype) for name, a in tokens.items()}
         for name, a in tokens.items():
-            x[name][2 : 2 + length] = a[at : at + length]
+            x[name][2 : 2 + length] = a[at + skipped : at + skipped + length]
         starts = np.zeros(setting.N + 1, np.int32)
         starts[batch_row:], starts[batch_row + 1 :] = 2, 2 + length
         write, computed, kept = (np.zeros(setting.N, np.int32) for _ in range(3))
@@ -285,5 +288,6 @@ def one_request(setting, tokens, windows, batch_row=1):
         o, pool = setting.call({**x, **rest}, pool, pg.Batch(starts, write, computed, kept))
         outputs.append(o[2 : 2 + accepted])
         at += accepted
+        skipped += (length - accepted) * skipping
         waits = accepted
     return np.concatenate(outputs), {name: a[3] for name, a in arrays_of(pool).items() if "window" not in name}

@@ -9,7 +9,7 @@ from jax import lax
 
 from portable_gdn.harness.devices import register_split, split_name
 from portable_gdn.harness.verify import cases_for, verify
-from portable_gdn.parallel import shards, tokens
+from portable_gdn.parallel import maps, shards, tokens
 from portable_gdn.spec.transition import apart
 
 DEVICES = 4
@@ -52,9 +52,9 @@ def own_gradient_alone(call, name, a, heads):
 
 proof("tokens, no fault", "tokens", "mixer")
 proof("heads, no fault", "heads", "a chunk")
-tokens.apart = transposed_map
+maps.apart = transposed_map
 proof("a map transposed", "tokens", "mixer")
-tokens.apart = apart
+maps.apart = apart
 tokens.lax = Backwards()
 proof("a halo of the wrong neighbour", "tokens", "mixer")
 tokens.lax = lax

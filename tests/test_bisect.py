@@ -601,4 +601,4 @@ def test_a_sequence_at_which_one_side_breaks_is_named_and_the_rest_handed_over(u
     assert found.exit_code == 1
     said = " ".join(found.stdout.split())
     assert "FAILED: KDA: under test: RuntimeError: out of memory" in said
-    assert f"fails: 4 sequences from {order[0]} to {order[1]}" in said
+    assert f"fails: 6 sequences from {order[0]} to {order[1]}" in said

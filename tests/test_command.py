@@ -16,7 +16,7 @@ import pytest
 from rich.table import Table
 from typer.testing import CliRunner
 
-from portable_gdn.cli import interruption, output
+from portable_gdn.cli import interruption, output, platforms
 from portable_gdn.cli.main import app
 from portable_gdn.harness.tensor_file import TensorWriter
 from portable_gdn.spec.errors import GdnError
@@ -137,6 +137,20 @@ def test_a_port_tells_how_many_bytes_are_done(title, monkeypatch, capsys):
         time.sleep(0.3)
     first, *_ = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"{title}: 3.0 MiB of 8.0 MiB done after \d+ s: model-00001-of-00002.safetensors", first)
+
+
+@pytest.mark.parametrize(
+    ("vendors", "given", "then"),
+    [(["0x8086"], {}, "cpu"), (["0x8086", "0x1ae0"], {}, None), (["0x8086"], {"JAX_PLATFORMS": "tpu"}, "tpu")],
+)
+def test_libtpu_is_not_asked_where_there_is_no_tpu(vendors, given, then, tmp_path, monkeypatch):
+    for i, vendor in enumerate(vendors):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "vendor").write_text(f"{vendor}\n")
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda name: object() if name == "libtpu" else None)
+    environment = dict(given)
+    platforms.settle(environment, tmp_path)
+    assert environment.get("JAX_PLATFORMS") == then
 
 
 def test_help_and_version():

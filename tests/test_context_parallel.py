@@ -68,15 +68,42 @@ def test_pieces_are_affine_maps_of_the_state(variant):
     np.testing.assert_allclose(transition.adjoint(np, joined, d_state, np.matmul), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("variant", ["GDN", "KDA", "GDN-2", "GLA"])
+def test_a_map_is_no_larger_than_its_bound(variant):
+    """On random maps with keys of many lengths, and of one token without decay exactly."""
+    jnp = pytest.importorskip("jax.numpy")
+    from portable_gdn.parallel.maps import log_norm
+
+    k = r.standard_normal((1, T, H, K)) * r.random((1, T, H, 1)) * 1.5
+    g = -r.random((1, T, HV, K if variant in ("KDA", "GDN-2") else 1)) / 4
+    b = {"GLA": None, "GDN-2": 2 * r.random((1, T, HV, K))}.get(variant, 2 * r.random((1, T, HV, 1)))
+    bound = np.asarray(log_norm(*(None if a is None else jnp.asarray(a, jnp.float32) for a in (k, g, b))))
+    for head in range(HV):
+        A = np.eye(K)
+        for t in range(T):
+            erase = 0 if b is None else np.outer(k[0, t, 0], b[0, t, head] * k[0, t, 0])
+            A = (np.eye(K) - erase) @ np.diag(np.exp(np.broadcast_to(g[0, t, head], K))) @ A
+        assert np.linalg.norm(A, 2) <= np.exp(bound[0, head])
+        if b is not None:
+            one = np.eye(K) - np.outer(k[0, 0, 0], b[0, 0, head] * k[0, 0, 0])
+            exact = log_norm(*(jnp.asarray(a[:, :1], jnp.float32) for a in (k, 0 * g, b)))[0, head]
+            np.testing.assert_allclose(exact, np.log(np.linalg.norm(one, 2)), atol=1e-5)
+
+
 @pytest.mark.slow
 def test_tokens_split_over_devices():
     pytest.importorskip("jax")
     found = run_on_devices("tokens_program.py")
-    assert len(found) == 19
+    assert found.pop("taken wrongly")["forward"] > 1e-3
+    assert len(found) == 22
     for name, result in found.items():
         assert result["forward"] < 3e-6, (name, result)
         # With beta near 2 and no decay a rounding stays as large to the end: one a token on each of both sides.
         limit = 2 * 64 * 2.0**-23 if name == "DeltaNet, beta near 2" else 6e-6
+        if name == "packed, forgets":
+            # Decays of a chunk add up to some 300, and a sum G is known to eps |G|: g's gradient on one device is 7e-6
+            # from the float64 oracle itself, and so is that of eight.
+            limit = 5 * 64 * 2.0**-23
         assert result["gradient"] < limit, (name, result)
     # 2 rows of 4 heads divide by 8 devices: the maps go there and the states back, 8 x 12 and 8 x (8 + 12) numbers a
     # head, and the final states are shared. One row does not: 3 rounds of both parts of the map, and one to the right.

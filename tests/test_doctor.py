@@ -323,7 +323,20 @@ def test_what_either_side_refuses_is_said_and_no_pass(under_test, names):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "case"), [(Transposing, "KDA"), (ForgetsTheConvolution, "mixer")])
+class ForgetsDrafts(Numpy):
+    """Commits none of the tokens that waited."""
+
+    name = "under test"
+    auto = False
+
+    def update(self, problem):
+        name = "batch.num_accepted_tokens"
+        return super().update(problem._replace(operands={**problem.operands, name: 0 * problem.operands[name]}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"), [(Transposing, "KDA"), (ForgetsTheConvolution, "mixer"), (ForgetsDrafts, "live")]
+)
 def test_a_state_taken_wrongly_is_found(under_test, fault, case):
     under_test(fault())
     found = run("handover", "-b", "numpy", "-b", "under test", "--case", case)

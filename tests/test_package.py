@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -31,10 +32,26 @@ def test_the_wheel_has_every_subpackage(tmp_path):
     kept = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "build", "dist", "__pycache__")
     shutil.copytree(ROOT, source, symlinks=True, ignore=kept)
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, source],
+        [sys.executable, "-m", "build", "--no-isolation", "-o", tmp_path, source],  # the wheel is built from the sdist
         check=True,
         capture_output=True,
     )
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "constraints.txt",
+        "mkdocs.yml",
+        "docs/index.md",
+        "docs/images/house.svg",
+        "examples/two_machines.ipynb",
+        "tests/conftest.py",
+        "benchmarks/tpu_schedule.json",
+        "portable_gdn/tpu/chips.json",
+    ):
+        assert name in inside, name
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (

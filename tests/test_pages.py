@@ -5,6 +5,7 @@ The blocks of a page run one after the other in a process of their own, in a fol
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import re
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from portable_gdn import api
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(str(p.relative_to(ROOT)) for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -86,6 +89,7 @@ RUN = {
     "docs/gpu-kernels.md": Page(("torch", "transformers", "fla", "triton"), triton_kernel),
     "docs/serving.md": Page(("jax", "torch")),
     "docs/tpu-schedule.md": Page(("libtpu",)),
+    "docs/tutorials/train-a-layer.md": Page(("flax", "optax", "orbax.checkpoint")),
 }
 
 #: Pages whose blocks run in tests that look at what they give.
@@ -153,3 +157,18 @@ def test_every_question_is_answered_by_a_section():
     assert len(asked) >= 20
     for question, answer in asked:
         assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", answer), question
+
+
+def test_examples_in_docstrings_run():
+    found = doctest.DocTestFinder().find(api, "portable_gdn")
+    examples = [test for test in found if test.examples]
+    assert len(examples) >= 4
+    for test in examples:
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
+
+
+def test_no_docstring_has_an_example_that_is_not_run():
+    for folder in ("portable_gdn", "gpu", "tpu"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "api.py":
+                assert ">>> " not in path.read_text(), path

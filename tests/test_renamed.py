@@ -23,3 +23,11 @@ def test_a_module_that_moved_is_found_by_its_old_name(old, new, name, needs):
     assert found is getattr(importlib.import_module(new), name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         importlib.import_module(old).nothing  # noqa: B018
+
+
+def test_packages_are_found_by_name_and_a_misspelt_name_gets_a_guess():
+    import portable_gdn as pg
+
+    assert pg.ops is importlib.import_module("portable_gdn.ops")
+    with pytest.raises(AttributeError, match="did you mean 'gated_delta_rule'"):
+        pg.gated_delta_rul  # noqa: B018

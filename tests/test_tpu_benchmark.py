@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -11,15 +12,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def bench():
-    path = ROOT / "benchmarks" / "tpu_schedule.py"
-    spec = importlib.util.spec_from_file_location("tpu_schedule", path)
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    yield from loaded("tpu_schedule")
+
+
+@pytest.fixture(scope="module")
+def layers():
+    yield from loaded("tpu_layer")
 
 
 def test_the_file_holds_every_call(bench):
@@ -30,10 +39,19 @@ def test_the_file_holds_every_call(bench):
 
 def test_pages_show_the_file(bench):
     made_with, figures = bench.on_file()
-    for page, short in bench.PAGES:
+    text = bench.PAGE.read_text()
+    assert bench.MARKS[0] in text
+    assert bench.replaced(text, bench.table(figures, made_with)) == text
+
+
+def test_pages_show_the_layers_on_file(layers):
+    held = json.loads(layers.FILE.read_text())
+    assert set(held["figures"]) <= {layers.name(entry) for entry in layers.ENTRIES}
+    for page, short in layers.PAGES:
         text = page.read_text()
-        assert bench.MARKS[0] in text
-        assert bench.replaced(text, bench.table(figures, made_with, short)) == text
+        assert layers.MARKS[0] in text
+        made = (layers.short_table if short else layers.table)(held["figures"], held["made with"])
+        assert layers.with_table(text, made) == text
 
 
 @pytest.mark.slow

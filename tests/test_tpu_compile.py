@@ -115,7 +115,10 @@ def compile_in_a_child(chip, calls):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles_for(chip):
-    *found, long = compile_in_a_child(chip, CALLS)
+    *short, last = CALLS
+    if chip in ("v4", "v5p"):  # the older generation's compilers: of each kernel some shapes
+        short = short[::3]
+    *found, long = compile_in_a_child(chip, [*short, last])
     assert all(n >= 1 for n in found)
     assert long == (chip != "v4")  # chunks of 256 tokens need 22 MiB of VMEM, a v4 has 16, and xla takes them
 

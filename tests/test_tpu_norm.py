@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import portable_gdn as pg
 from portable_gdn import dispatch, door
 from portable_gdn.harness import properties
 from portable_gdn.harness.cases import Case, build
@@ -20,6 +21,7 @@ from portable_gdn.tpu.kernels.pipelined.plan import pipeline
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from portable_gdn.tpu.calls import KEPT  # noqa: E402
 from portable_gdn.tpu.kernels.common import norm  # noqa: E402
 from portable_gdn.tpu.kernels.common.gradients import NormOperands  # noqa: E402
 from portable_gdn.tpu.kernels.epilogue import gradients  # noqa: E402
@@ -89,7 +91,7 @@ def test_short_rows_and_one_token_more_than_a_chunk(T):
 
 @pytest.mark.slow
 def test_a_long_row():
-    report = verify(["xla"], full=True, cases=[replace(LONG, name="long", T=8191, K=16, V=16)], in_process=True)
+    report = verify([NAME], full=True, cases=[replace(LONG, name="long", T=8191)], in_process=True)
     assert report.rows
     assert report.ok
 
@@ -111,6 +113,67 @@ def test_keys_without_a_norm_gates_at_their_ends_and_sequences_shorter_than_the_
     for key, a in found.items():
         assert np.isfinite(np.asarray(a, np.float64)).all(), key
     properties._close(backend, inputs, found, "ends")
+
+
+def layers_of_mixers(again):
+    """A scan over two layers of a mixer with its norm, its gradient by each layer's gains, and those gains."""
+    inputs = build(replace(LONG, state=False))
+    x = {name: jnp.asarray(a) for name, a in inputs.operands.items()}
+
+    def layer(qkv, gains, backend):
+        o, _ = pg.gated_delta_mixer(
+            qkv, x["g"], conv=pg.ShortConv(x["conv_weight"]), num_heads=1, key_dim=128, beta=x["beta"],
+            gate=pg.SoftplusGate(x["A_log"], x["dt_bias"]), z=gains[0] * x["z"],
+            output_norm=pg.GatedRMSNorm(gains[1] * x["norm_weight"]), precision="fast", backend=backend,
+        )  # fmt: skip
+        return qkv + jnp.tile(o.reshape(*qkv.shape[:2], -1), 2), None
+
+    def loss(gains, backend):
+        one = again(lambda qkv, gains: layer(qkv, gains, backend))
+        return jnp.sum(jax.lax.scan(one, x["qkv"], gains)[0].astype(jnp.float32) ** 2)
+
+    return jax.grad(loss), jnp.asarray([[0.5, 1], [-1, 2]], jnp.bfloat16)
+
+
+SAVED = jax.checkpoint_policies.save_only_these_names(KEPT)
+#: How a layer keeps less, and how often the forward kernel then runs.
+WAYS = {
+    "all but the rule": (lambda layer: jax.checkpoint(layer, policy=SAVED), 1),
+    "the layer": (jax.checkpoint, 2),
+}
+
+
+def kernels(jaxpr):
+    """Names of the Pallas kernels in a jaxpr."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params["name"]
+            continue
+        for part in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(part, "jaxpr") or hasattr(part, "eqns"):
+                yield from kernels(getattr(part, "jaxpr", part))
+
+
+@pytest.mark.parametrize("again", WAYS)
+def test_what_is_kept_has_a_name(again):
+    """The norm reads an output that is kept under the rule's name: no policy that saves it runs the rule twice."""
+    way, forwards = WAYS[again]
+    gradient, gains = layers_of_mixers(way)
+    found = list(kernels(jax.make_jaxpr(lambda gains: gradient(gains, "pallas"))(gains).jaxpr))
+    assert found.count("gated_delta_rule_pipeline") == forwards
+    assert found.count("gated_delta_rule_reverse") == 1
+    assert "gated_delta_mixer_norm_gradients" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", WAYS)
+def test_gradients_are_the_same_whatever_is_computed_again(again):
+    want, found = (
+        jax.jit(gradient, static_argnums=1)(gains, NAME)
+        for gradient, gains in map(layers_of_mixers, (lambda layer: layer, WAYS[again][0]))
+    )
+    assert np.abs(want).min() > 0
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), rtol=1e-2)
 
 
 def arrays(T, HV, V, z=True, seed=0):
@@ -175,6 +238,27 @@ def test_faults_are_caught(fault, monkeypatch):
     jax.clear_caches()
     try:
         assert verdict(replace(SHORT, name="with a fault", dtype="float32"))
+    finally:
+        jax.clear_caches()
+
+
+def test_tokens_behind_the_last_sequence_that_count_are_seen(monkeypatch):
+    monkeypatch.setattr(gradients, "iota", lambda shape, _: jnp.zeros(shape, jnp.int32))
+    with pytest.raises(AssertionError):
+        test_cotangents_are_the_formula_s("silu")
+
+
+@pytest.mark.slow
+def test_tokens_beyond_a_row_that_count_are_caught(monkeypatch):
+    """The backward kernel for long rows reads whole chunks of the norm's operands."""
+    monkeypatch.setattr(
+        backward_memory.BackwardMemory,
+        "_wide",
+        lambda self, ref, i: ref[0, self._here, i * 128 : (i + 1) * 128].astype(jnp.float32),
+    )
+    jax.clear_caches()
+    try:
+        assert verdict(replace(LONG, name="with a fault"))
     finally:
         jax.clear_caches()
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from portable_gdn.tpu.chips import CHIPS, chip_named
 from portable_gdn.tpu.scheduling import cache, hlo
 from portable_gdn.tpu.scheduling.listing import DELAY, parse
 from portable_gdn.tpu.scheduling.machine import run
+from portable_gdn.tpu.scheduling.picture import picture
 from portable_gdn.tpu.scheduling.report import Schedule
 
 COMPILER = pytest.mark.skipif(
@@ -390,11 +392,20 @@ def test_a_grid_of_copies(kernels, chip):
 
 @COMPILER
 def test_a_grid_of_products(kernels):
-    few, many = (scheduled(kernels.products(n)).kernels[0] for n in (8, 13))
+    schedules = [scheduled(kernels.products(n)) for n in (8, 13)]
+    few, many = (schedule.kernels[0] for schedule in schedules)
     assert (few.steps, many.steps) == (8, 13)
     assert many.cycles - few.cycles == 5 * many.bundles_per_step
     assert few.units["MXU"] / 8 == many.units["MXU"] / 13 > 0
     assert few.parts["MXU"] / 8 == many.parts["MXU"] / 13
+
+    # What is drawn of a step is what a step takes of the unit.
+    shares = np.array(few.timeline["MXU"])
+    assert 0 < shares.max() <= 1
+    assert shares.mean() * few.bundles_per_step == pytest.approx(few.units["MXU"] / 8, rel=0.05)
+    drawing = ElementTree.fromstring(picture(schedules[0]))
+    words = " ".join(drawing.itertext())
+    assert all(word in words for word in (few.name, "MXU", f"{few.bundles_per_step:,} cycles"))
 
 
 @COMPILER

@@ -107,7 +107,10 @@ class Pallas(Backend):
         if signature.update is not None:
             p = window_plan(signature, chip)
             assert p is not None
-            return f"window, {p.value_heads} value heads and {p.places} tokens a step at most; longer rows by XLA"
+            form = "as one chunk" if p.chunked else "one by one"
+            return (
+                f"window, {p.value_heads} value heads and {p.places} tokens a step at most, {form}; longer rows by XLA"
+            )
         parts = (
             describe(signature, chip),
             f"gradients: {describe_gradients(signature, chip)}",

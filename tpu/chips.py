@@ -22,6 +22,7 @@ class Chip(NamedTuple):
     cores: TensorCores of one device; where there are two, "parallel" grid dimensions are split over them.
     mxu_side, mxu_count, rows_per_cycle, push_cycles: its matrix units, and what a load of rows takes.
     vmem_bytes; hbm_bytes_per_second and bf16_flops (a second); dma_granule_bytes, the unit of copies in a listing.
+    devices: of one chip; ici_links: of one chip to others; ici_bytes_per_second: what each carries in one direction.
     """
 
     name: str
@@ -36,6 +37,9 @@ class Chip(NamedTuple):
     hbm_bytes_per_second: float
     bf16_flops: float
     dma_granule_bytes: int
+    devices: int
+    ici_links: int
+    ici_bytes_per_second: float
 
     @property
     def gathers(self) -> bool:

@@ -21,7 +21,7 @@ from ..spec.chunkwise import ChunkOperands
 from ..spec.jax_tracing import own_settings, varying, varying_like
 from ..spec.operands import BATCH_OPERANDS, GATES, OPERANDS, PER_TOKEN, WITH_TOKENS
 from ..spec.problem import Signature
-from ..spec.prologue import normed, prepare, swap_state
+from ..spec.prologue import gates, normed, prepare, swap_state
 from ..spec.recurrent import one_token
 from ..spec.slots import (
     CONV,
@@ -160,6 +160,14 @@ class Under:
         if self.past is not None:
             rest["conv_state"] = self.past
         return prepare(jnp, _replaced(call_of(s, B=s.N, T=self.places), {**x, **rest}), {**x, **rest})
+
+    def gates(self, places: int) -> tuple[Array | None, Array | None, Array | None]:
+        """g, b and w of the first so many places of each row, [N, places, HV, n], as ``prologue.gates`` has them."""
+        s = self.s
+        place = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (s.N, places))
+        x = {name: self.at(name, place) for name in self.x if name in GATES}
+        rest = {name: a for name, a in self.x.items() if name in ("A_log", "dt_bias")}
+        return gates(jnp, _replaced(call_of(s, B=s.N, T=places), {**x, **rest}), {**x, **rest})
 
     def outputs(self, o: Array) -> Array:
         """o [T, HV, V] float32 of the tokens that went step by step, from [N, P, HV, V]; zeros elsewhere."""

@@ -106,25 +106,46 @@ def _outputs(outputs: list[Output]) -> list[dict[str, Any]]:
     ]
 
 
+_INTRODUCTION = """\
+# How each format lays out a linear-attention layer
+
+Look up here how a checkpoint's tensors are laid out, for each family that `portable-gdn port` reads and each target
+that it writes. To see it for a checkpoint of yours, with what each tensor becomes:
+
+    portable-gdn inspect path/to/checkpoint
+
+Each table has a row for every tensor of a linear-attention layer; `{i}` is the number of the layer. The layout says
+how the tensor is put together from pieces. Commas separate its axes, an axis is a product of dimensions, and pieces
+in parentheses follow one after the other along an axis. Three examples:
+
+- `q: E, Hk Dk` is one piece, a matrix with E rows and Hk Dk columns;
+- `(q Hk Dk | k Hk Dk | v Hk R Dv), E` has the rows of all queries first, then those of all keys, then those of all
+  values;
+- `Hk (q Dk | k Dk | v R Dv | z R Dv), E` is interleaved: it has, for each key head, that head's rows of all four
+  pieces.
+
+The dimensions are Hk key heads, R value heads per key head, their widths Dk and Dv, the hidden size E and the W taps
+of the convolution; those in lower case, such as the ranks r and s, have a size of their own in each tensor. If a
+tensor has two rows, checkpoints have one layout or the other.
+
+The pieces are the projections q, k and v; the output gate z, or its factors g_a and g_b; beta b (in GDN-2, erase and
+write); the input a of the decay, or f, or its factors f_a and f_b; the convolutions conv_q, conv_k and conv_v; the
+parameters A_log and dt_bias of the decay; the norms o_norm, g_norm, lin_q_norm and lin_k_norm; and the output
+projection out. An ending `_k` or `_2` means another shape of the same parameter: by key channel, or as in GDN-2.
+
+`python -m portable_gdn.checkpoint.report` writes this page from the tables by which ports are made."""
+
+
 def formats() -> str:
     """Every table's rows of linear-attention layers, as a page of the documentation."""
-    text = [
-        "# How each format lays out a linear-attention layer",
-        "",
-        "Written by `python -m portable_gdn.checkpoint.report`, from the tables that ports are made by. Layouts "
-        "are those of",
-        "`portable_gdn/checkpoint/layout.py`: axes between commas, an axis as a product of dims, pieces in "
-        "parentheses one after",
-        "the other. Hk key heads, R value heads per key head, Dk and Dv their widths, E hidden, W taps, others "
-        "by tensor.",
-    ]
+    text = [_INTRODUCTION]
     for family in ALL:
         text += ["", f"## {family.title} (`{family.name}`)", "", *_rows(family.table)]
         if family.zero_centred:
-            text += ["", f"Norms that multiply by 1 + w: {', '.join(family.zero_centred)}."]
+            text += ["", f"These norms multiply by 1 + w: {', '.join(family.zero_centred)}."]
         for rule in family.rules:
             where = "into the tree" if rule.tree else "into the side file"
-            text += ["", f"Carried over unchanged, {where}: {rule.name}, `{rule.pattern}`."]
+            text += ["", f"Carried over unchanged {where}: {rule.name} (names that match `{rule.pattern}`)."]
     text += ["", "## Our tree (`jax`, `nnx`, `orbax`)", "", *_rows(jax.TABLE)]
     tree = maxtext.maxtext_dialect(ALL[0], "unscanned", None)
     text += ["", "## MaxText, unscanned (`maxtext`)", "", *_rows(tree.entries), ""]

@@ -1,4 +1,4 @@
-"""``portable-gdn doctor``: what will hurt in the operands that a file holds."""
+"""``portable-gdn doctor``: what will hurt in the operands that a file holds, and what states in few bits will cost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
+from ..harness.compare import finite
 from ..harness.doctor import diagnose
-from .output import console, print_json, say
+from ..harness.run_file import check_target
+from ..harness.state_errors import HeadStates, of_file
+from ..serving.at_rest import BYTES, DTYPES, choose_dtypes
+from ..spec.errors import GdnError
+from .output import console, print_json, progress_bar, say, show, write_whole
 
 __all__ = ["doctor"]
 
@@ -17,10 +24,33 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def doctor(
-    file: Annotated[Path, typer.Argument(help="A recording, or a safetensors file with q, k, v, g, beta.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A recording, or a safetensors file with q, k, v, g, beta; with --states also a port or checkpoint."
+        ),
+    ],
+    states: Annotated[
+        bool, typer.Option("--states", help="Tell by head what storing states in each dtype does to outputs.")
+    ] = False,
+    within: Annotated[
+        float | None, typer.Option(help="The relative error of outputs to choose dtypes within; 1e-3 if not given.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to compute; a recording's are repeated; 4096 if not given.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw errors over memory lengths into this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Tell what will hurt in the operands of a call; exit code 1 if results will be wrong."""
+    """Tell what will hurt in the operands of a call; exit code 1 if results will be wrong. With --states, tell what
+    states in few bits will cost each head instead."""
+    if states:
+        _states(file, 1e-3 if within is None else within, 4096 if tokens is None else tokens, picture, as_json)
+        return
+    if (within, tokens, picture) != (None, None, None):
+        raise GdnError("--within, --tokens and --picture are about states; give --states with them.")
     names, found = diagnose(file)
     errors = sum(finding.severity == "error" for finding in found)
     if as_json:
@@ -35,3 +65,39 @@ def doctor(
         say(f"{len(names)} call{'' if len(names) == 1 else 's'} examined: {told}")
     if errors:
         raise typer.Exit(1)
+
+
+def _states(file: Path, within: float, tokens: int, picture: Path | None, as_json: bool) -> None:
+    choose_dtypes({dtype: [] for dtype in DTYPES}, within)  # says so at once if the error stated is none
+    if picture is not None:
+        check_target(picture)
+    with progress_bar("states") as update:
+        heads = of_file(file, tokens, update)
+    chosen = _chosen(heads, within, DTYPES)
+    if picture is not None:
+        from ..harness.report.state_chart import state_chart
+
+        write_whole(picture, state_chart(heads, within, f"{file.name}: states in few bits, {tokens} tokens"))
+    share = sum(BYTES[dtype] for dtype in chosen) / (4 * len(chosen))
+    pool = {dtype: all(head.errors[dtype] <= within for head in heads) for dtype in ("float32", "bfloat16")}
+    if as_json:
+        rows = [{**head._asdict(), "dtype": dtype} for head, dtype in zip(heads, chosen, strict=True)]
+        print_json(finite({"within": within, "tokens": tokens, "heads": rows, "pool": pool, "share": share}))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("call", "head", "log decay", "memory", *DTYPES, f"within {within:g}"):
+        table.add_column(name, justify="left" if name == "call" or name.startswith("within") else "right", no_wrap=True)
+    for head, dtype in zip(heads, chosen, strict=True):
+        errors = (f"{head.errors[name]:.1e}" for name in DTYPES)
+        table.add_row(head.call, str(head.head), f"{head.decay:.3g}", f"{head.memory:.3g}", *errors, dtype)
+    show(table)
+    count = ", ".join(f"{chosen.count(dtype)} in {dtype}" for dtype in DTYPES if dtype in chosen)
+    say(f"{len(heads)} head{'' if len(heads) == 1 else 's'} within {within:g}: {count}; at rest {share:.0%} of float32")
+    verdict = "is within it for every head" if pool["bfloat16"] else "is not within it for every head; take float32"
+    say(f"a pool of bfloat16 states {verdict}")
+    if picture is not None:
+        say(f"{picture}  errors over memory lengths")
+
+
+def _chosen(heads: list[HeadStates], within: float, among: tuple[str, ...]) -> list[str]:
+    return choose_dtypes({dtype: [head.errors[dtype] for head in heads] for dtype in among}, within, among)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,12 +10,15 @@ from rich import box
 from rich.table import Table
 
 from ..harness.layer_report import DIRECTIONS, SCOPES, LayerShape
+from ..harness.scale_report import SPLITS, ScaleShape
 from ..harness.tpu_report import OPERATIONS, VARIANTS, Shape, TpuReport, tpu_reports
 from ..spec.errors import GdnError, bad
 from ..tpu.chips import CHIPS, chip_named
 from ..tpu.scheduling.build import expected_wait, missing
+from ..tpu.scheduling.picture import picture as draw
 from .output import console, messages, print_json, progress_bar, show
 from .tpu_layers import report_layers
+from .tpu_scale import report_scale
 
 __all__ = ["tpu_report"]
 
@@ -38,34 +42,57 @@ def tpu_report(
     value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
     sequences: Annotated[int, typer.Option(help="So many packed in the row, each with its state.")] = Shape().sequences,
+    picture: Annotated[Path | None, typer.Option(help="Draw the use of each unit over a grid step, as SVG.")] = None,
+    chips: Annotated[int, typer.Option(help="Compile for so many chips: 2, 4, 8 or another power of two.")] = 1,
+    split: Annotated[str, typer.Option(help=f"With --chips: what is split, {', '.join(SPLITS)}.")] = "rows",
+    forgets: Annotated[
+        bool, typer.Option(help="With --split tokens: of gates that forget what came before a piece.")
+    ] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic.
 
-    With --op layer or mixer: a whole layer, or what lies between its projections, and where its time goes.
+    With --op layer or mixer: a whole layer, or what lies between its projections, and where its time goes. With
+    --chips: the work split over many chips, its collectives, and the predicted efficiency.
     """
-    chips = list(CHIPS) if chip == "all" else [chip]
+    kinds = list(CHIPS) if chip == "all" else [chip]
     HV = heads if value_heads is None else value_heads
     shape = Shape(batch, seqlen, heads, HV, key_dim, value_dim, dtype, groups, sequences)
-    wait = None if missing() else expected_wait(chips)
+    wait = None if missing() else expected_wait(kinds)
     if wait is not None:
         messages.print(wait, soft_wrap=True)
+    if picture is not None and (op in SCOPES or chip == "all" or chips != 1):
+        raise bad(
+            "--picture",
+            picture,
+            "be left out of --op layer and mixer, --chips and --chip all: it shows one call's kernels",
+        )
+    if fused and (op in SCOPES or chips != 1):
+        where = f"--op {op}, which has everything in it" if op in SCOPES else "a call with --chips"
+        raise bad("--fused", "given", f"be left out of {where}")
+    if chips != 1:
+        if op not in ("forward", "backward", "layer") or backend != "pallas":
+            raise bad("--op", f"{op} on {backend}", "be forward, backward or layer, on pallas, with --chips")
+        what, way = ("layer", direction) if op == "layer" else ("rule", "forward" if op == "forward" else "train")
+        scale = ScaleShape(what, variant, way, shape, split, chips, precision, hidden_size, forgets)
+        report_scale(scale, kinds, not no_cache, as_json)
+        return
     if op in SCOPES:
-        if fused:
-            raise bad("--fused", "given", f"be left out of --op {op}, which has everything in it")
         layer = LayerShape(op, variant, direction, hidden_size, shape, precision, backend, norm)
-        report_layers(layer, chips, not no_cache, as_json)
+        report_layers(layer, kinds, not no_cache, as_json)
         return
     with progress_bar("compile") as update:
-        update(" ".join(chips), 0, len(chips))
+        update(" ".join(kinds), 0, len(kinds))
         found = tpu_reports(
-            op, variant, shape, chips, precision=precision, fused=fused, use_cache=not no_cache, progress=update
+            op, variant, shape, kinds, precision=precision, fused=fused, use_cache=not no_cache, progress=update
         )
     reports = [r for r in found if isinstance(r, TpuReport)]
-    failed = [(name, r) for name, r in zip(chips, found, strict=True) if isinstance(r, GdnError)]
+    failed = [(name, r) for name, r in zip(kinds, found, strict=True) if isinstance(r, GdnError)]
     if not reports:
         raise failed[0][1]
+    if picture is not None:
+        picture.write_text(draw(reports[0].schedule))
     if as_json and chip != "all":
         print_json(reports[0].as_dict())
     elif as_json:

@@ -27,7 +27,7 @@ from .run_file import FORMAT as RUN
 from .run_file import RunFile
 from .tensor_file import TensorFile
 
-__all__ = ["Finding", "calls", "diagnose", "examine"]
+__all__ = ["Call", "Finding", "calls", "diagnose", "examine", "log_decays"]
 
 #: What a call of the rule can have, without a convolution's operands.
 NAMES = tuple(name for name in DIFFERENTIABLE if name not in along("C"))
@@ -144,7 +144,7 @@ def examine(call: Call) -> Iterator[Finding]:
         what = f"there are {q.shape[2]} heads and {q.shape[1]} tokens"
         why = "operands are [B, T, H, K]; are these [B, H, T, K], heads before tokens?"
         yield Finding(call.name, "note", what, why)
-    g = _decays(call, x)
+    g = log_decays(call, x)
     with np.errstate(all="ignore"):
         for part in (
             _not_finite(x),
@@ -280,7 +280,7 @@ def _float16(call: Call, x: Mapping[str, np.ndarray]) -> _Said:
             yield "error", what, "float16 ends at 65504; take bfloat16"
 
 
-def _decays(call: Call, x: Mapping[str, np.ndarray]) -> np.ndarray | None:
+def log_decays(call: Call, x: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """Log decays [B, T, HV, n], activated if they are raw."""
     if "g" not in x:
         return None

@@ -158,7 +158,7 @@ def _part(operation: Any) -> str:
     return "rest"
 
 
-def _layer(of: LayerShape) -> Any:
+def _layer(of: LayerShape, sharding: Any = None) -> Any:
     """The layer, with shapes for weights."""
     import jax.numpy as jnp
     from flax import nnx
@@ -169,7 +169,7 @@ def _layer(of: LayerShape) -> Any:
     options: dict[str, Any] = {
         "num_heads": s.heads, "num_value_heads": s.value_heads, "key_dim": s.key_dim, "value_dim": s.value_dim,
         "dtype": getattr(jnp, s.dtype), "param_dtype": getattr(jnp, s.dtype), "precision": of.precision,
-        "backend": of.backend,
+        "backend": of.backend, "sharding": sharding,
     }  # fmt: skip
     if of.variant != "gdn":
         options |= {"decay_rank": RANK, "gate_rank": RANK}
@@ -177,8 +177,13 @@ def _layer(of: LayerShape) -> Any:
     return nnx.eval_shape(lambda: make(of.hidden, **options, rngs=nnx.Rngs(0)))
 
 
-def layer_call(of: LayerShape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def layer_call(of: LayerShape, sharding: Any = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function of JAX arrays that runs the layer or its mixer, and the shapes of its arguments.
+
+    Args:
+        of: what is compiled.
+        sharding: of a layer, a ``portable_gdn.Sharding`` with a mesh over which it is split: its weights by heads, its
+            input by rows or tokens.
 
     Raises:
         GdnError: the layer cannot be, or flax is not installed.
@@ -192,9 +197,11 @@ def layer_call(of: LayerShape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise GdnError(f"{error.name} is not installed; `pip install 'portable-gdn[nnx]'` brings it.") from None
     from ..api import gated_delta_mixer
 
-    layer, s = _layer(of), of.shape
+    layer, s = _layer(of, sharding), of.shape
     graph, weights = nnx.split(layer)
     x = jax.ShapeDtypeStruct((s.batch, s.seqlen, of.hidden), getattr(jnp, s.dtype))
+    if sharding is not None:
+        weights, x = _placed(layer, weights, x, sharding)
     forward: Callable[..., Any]
     given: tuple[Any, ...]
     if of.scope == "layer":
@@ -222,7 +229,24 @@ def layer_call(of: LayerShape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         y, pull = jax.vjp(forward, *given)
         return y, pull(cotangent)
 
-    return train, (given, jax.eval_shape(forward, *given))
+    y = jax.eval_shape(forward, *given)
+    if sharding is not None:
+        y = jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=x.sharding)
+    return train, (given, y)
+
+
+def _placed(layer: Any, weights: Any, x: Any, sharding: Any) -> tuple[Any, Any]:
+    """The shapes of a layer's weights and input with their places on the mesh of a sharding."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from ..layers.axes import partition_specs
+
+    mesh, heads = sharding.mesh, sharding.axes("heads")
+    specs = partition_specs(layer, mesh, {"heads": heads, "key_heads": heads})
+    there = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    rows = PartitionSpec(sharding.axes("batch") or None, sharding.axes("sequence") or None)
+    return jax.tree.map(there, weights, specs), there(x, rows)
 
 
 def _arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -33,6 +33,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
     "BOOL": np.dtype(bool),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -5,10 +5,11 @@ Nothing is computed: the arguments are shapes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..spec.errors import GdnError
+from ..spec.errors import GdnError, bad
 from ..spec.operands import GATES
 from .compiled import compiled_for
 from .shapes import OPERATIONS, VARIANTS, Shape, check_shape, operand_shapes
@@ -52,9 +53,19 @@ class TpuReport(NamedTuple):
 
 
 def call(
-    op: str, variant: str, shape: Shape, *, precision: str | None = None, fused: bool = False
+    op: str,
+    variant: str,
+    shape: Shape,
+    *,
+    precision: str | None = None,
+    fused: bool = False,
+    sharding: Any = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function of JAX arrays that makes the call on ``pallas``, and the shapes of its arguments.
+
+    Args:
+        op, variant, shape, precision, fused: what is called.
+        sharding: a ``portable_gdn.Sharding`` with a mesh over which the rule's call is split and its arguments lie.
 
     Raises:
         GdnError: an argument is wrong, or no Pallas kernel serves such a call.
@@ -71,6 +82,8 @@ def call(
         )
     given = operand_shapes(op, variant, shape)
     x = {name: jax.ShapeDtypeStruct(dims, getattr(jnp, dtype)) for name, (dims, dtype) in given.items()}
+    if sharding is not None:
+        x = {name: _placed(a, sharding, shape.value_heads) for name, a in x.items()}
     if op == "step":
         state = jax.ShapeDtypeStruct((shape.batch, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32)
         return lambda x, S: gated_delta_rule_step(**x, state=S, precision=precision, backend="pallas"), (x, state)
@@ -84,7 +97,7 @@ def call(
         x["initial_state"] = jax.ShapeDtypeStruct(states, jnp.float32)
 
     def forward(x: dict[str, Any]) -> Any:
-        return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas")
+        return gated_delta_rule(**x, output_final_state=True, precision=precision, backend="pallas", sharding=sharding)
 
     if op == "backward":
 
@@ -96,6 +109,19 @@ def call(
 
         return both, (x, x["v"])
     return forward, (x,)
+
+
+def _placed(a: Any, sharding: Any, value_heads: int) -> Any:
+    """The shape [B, T, heads, ...] with its place on the mesh; key heads that do not divide lie whole."""
+    import jax
+
+    batch, heads, sequence = (sharding.axes(role) or None for role in ("batch", "heads", "sequence"))
+    if heads is not None and a.shape[2] % math.prod(sharding.mesh.shape[name] for name in heads):
+        if a.shape[2] == value_heads:
+            raise bad("--value-heads", value_heads, f"be a multiple of the {sharding.mesh.size} devices")
+        heads = None
+    where = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(batch, sequence, heads))
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
 
 
 def _mixer(shape: Shape, precision: str | None, gates: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -30,7 +30,7 @@ def patch_maxtext(*, backend: str | None = None, precision: str | None = None) -
     """Make MaxText's Qwen3-Next and Qwen3.5 use ``gated_delta_rule`` for whole sequences, in training and in prefill.
 
     Works until undone, for what is traced meanwhile: a program that was compiled before keeps MaxText's own function,
-    and one that was compiled with ours keeps ours::
+    and one that was compiled with ours keeps ours:
 
         patch = patch_maxtext(); ...; patch.undo()
 

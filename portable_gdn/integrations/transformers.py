@@ -40,7 +40,7 @@ def patch_transformers(
     """Make models of transformers use ``gated_delta_rule``, on CPU, GPU and wherever else torch has tensors, and norm
     and gate their outputs as ``gated_delta_mixer`` does.
 
-    Works for models that exist already and for those made later, until undone::
+    Works for models that exist already and for those made later, until undone:
 
         with patch_transformers():
             model.generate(...)

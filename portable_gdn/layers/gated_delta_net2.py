@@ -63,9 +63,11 @@ class GatedDeltaNet2(LowRankLayer):
         shared = self.num_value_heads // self.num_heads
         repeat = lambda a, axis: repeated(a, shared, axis)  # noqa: E731
         bias = self.dt_bias[...].reshape(self.num_heads, self.key_dim)
+        # Activated as projections write them: by head they would lie otherwise in a TPU's memory, and be copied.
+        erase, write = self._beta(self.b_proj(x)), jax.nn.sigmoid(self.w_proj(x).astype(jnp.float32))
         return {
             "g": repeat(self._heads(self._decays(x), self.num_heads), -2),
-            "erase": repeat(self._beta(self._heads(self.b_proj(x), self.num_heads)), -2),
-            "write": jax.nn.sigmoid(self._heads(self.w_proj(x), self.num_value_heads).astype(jnp.float32)),
+            "erase": repeat(self._heads(erase, self.num_heads), -2),
+            "write": self._heads(write, self.num_value_heads),
             "gate": SoftplusGate(repeat(self.A_log[...], 0), repeat(bias, 0).reshape(-1)),
         }

@@ -1,6 +1,6 @@
 """Lightning attention for Flax NNX: GLA with a fixed decay for each head, as Ling-2.6 has it.
 
-Per token and head, with the state S [K, K] in float32 and slope s > 0::
+Per token and head, with the state S [K, K] in float32 and slope s > 0:
 
     S = exp(-s) S + k v^T;    o = K ** -0.5 S^T q
 

@@ -8,6 +8,7 @@ from ..door import check_states_every, normalise, run, run_with_states
 from ..spec.errors import bad
 from ..spec.problem import Options, Problem, Result
 from ..watching import note
+from .dtensors import compute_shards, has_dtensors
 from .placement import Split, split_of
 from .sharding import Sharding
 from .split_call import Call
@@ -38,6 +39,11 @@ def compute(
     Raises:
         GdnError: what is wrong with the call, the backend or the sharding.
     """
+    if has_dtensors(operands):
+        if sharding is not None:
+            raise bad("sharding", "given with DTensors", "be left out: they say themselves how they are sharded")
+        local = lambda own: compute(own, options, backend, check_values, None, every)  # noqa: E731
+        return compute_shards(operands, options, local)
     problem, chosen = normalise(operands, options, backend, check_values)
     split = split_of(problem.signature, problem.operands, sharding)
     if split is not None:

@@ -28,8 +28,8 @@ def product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def entering_states(t: Transition, first: Array, axes: Axes) -> tuple[Array, Array]:
-    """The state that enters this device's piece, and the one that leaves the last piece, on every device.
+def entering_states(t: Transition, first: Array, axes: Axes) -> Array:
+    """The state that enters this device's piece.
 
     Args:
         t: this device's map: A [N, HV, K, K], B [N, HV, K, V].
@@ -41,7 +41,7 @@ def entering_states(t: Transition, first: Array, axes: Axes) -> tuple[Array, Arr
     return way(t, first, axes)
 
 
-def transposed(t: Transition, first: Array, axes: Axes) -> tuple[Array, Array]:
+def transposed(t: Transition, first: Array, axes: Axes) -> Array:
     """By two exchanges of all with all; N * HV must be a multiple of the number of devices."""
     D, K, shape = lax.axis_size(axes), t.A.shape[-1], first.shape
     own = math.prod(shape[:2]) // D
@@ -53,14 +53,12 @@ def transposed(t: Transition, first: Array, axes: Axes) -> tuple[Array, Array]:
     def after(state: Array, piece: Array) -> tuple[Array, Array]:
         return moved(product, Transition(piece[..., :K], piece[..., K:]), state), state
 
-    last, entered = lax.scan(after, state, pieces)
+    _, entered = lax.scan(after, state, pieces)
     home = lax.all_to_all(entered, axes, 0, 0)  # [D parts of the heads, own heads, K, V]
-    whole = varying_like(jnp.zeros((D * own, *shape[2:]), last.dtype), last)
-    final = lax.psum(lax.dynamic_update_slice_in_dim(whole, last, index, 0), axes)
-    return jnp.reshape(home, shape), jnp.reshape(final, shape)
+    return jnp.reshape(home, shape)
 
 
-def doubled(t: Transition, first: Array, axes: Axes) -> tuple[Array, Array]:
+def doubled(t: Transition, first: Array, axes: Axes) -> Array:
     """By log2 D + 1 exchanges with a device further and further before this one."""
     D, index, reach = lax.axis_size(axes), lax.axis_index(axes), 1
     while reach < D:
@@ -69,6 +67,4 @@ def doubled(t: Transition, first: Array, axes: Axes) -> tuple[Array, Array]:
         t = Transition(*(jnp.where(index >= reach, a, b) for a, b in zip(more, t, strict=True)))
         reach *= 2
     before = Transition(*lax.ppermute(tuple(t), axes, [(j, j + 1) for j in range(D - 1)]))
-    entered = jnp.where(index == 0, first, moved(product, before, first))
-    final = jnp.where(index == D - 1, moved(product, t, first), jnp.zeros_like(first))
-    return entered, lax.psum(final, axes)
+    return jnp.where(index == 0, first, moved(product, before, first))

@@ -1,9 +1,9 @@
 """Context parallelism: a device's piece of the tokens, inside ``shard_map``.
 
-Each device makes one call of its own piece, with the columns of ``spec/transition.py``, and gets what its tokens give
-from a state of zeros and what they do to any state. The maps are folded over the devices (``folds.py``), and one
-product per token adds what the entering state gives. The convolution's last inputs come from the device before.
-JAX derives the gradient, whose exchanges are the same ones in reverse.
+Each device finds what its piece does to any state (``maps.py``). These maps are folded over the devices (``folds.py``),
+and with the state that enters its piece each device then makes the call of its own tokens, as one device would. The
+convolution's last inputs come from the device before. JAX derives the gradient, whose exchanges are the same ones in
+reverse.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..spec.errors import bad
 from ..spec.jax_tracing import varying_like
 from ..spec.problem import ConvKind, Options, Result, Signature
 from ..spec.prologue import normed, prepare, swap_state
-from ..spec.transition import apart, widened, widened_state
-from .folds import entering_states, product
+from ..spec.transition import Transition
+from .folds import entering_states
+from .maps import Piece, map_of
 
 __all__ = ["run_piece", "tokens_each"]
 
@@ -95,26 +96,19 @@ def run_piece(
         begins = (bounds[:-1] >= place.start)[:, None, None, None]
         first = jnp.where(begins, first, 0)
     own = jnp.where(enters[:, None, None, None], 0, first) if enters is not None else jnp.zeros_like(first)
-    x["initial_state"] = widened_state(jnp, varying_like(own, *x.values()), enters)
     options = options._replace(output_final_state=True, state_layout="kv", precision=s.precision)
-    # Outputs in float32, since P times a state is still to be added; products round what the precision says.
-    x |= {name: x[name].astype(jnp.float32) for name in "qkv"}
-    result = _run(widened(jnp, x, s.K), options, backend)
-    t = apart(result.state, s.V)
-    o, P = (a.astype(jnp.float32) for a in (result.o[..., : s.V], result.o[..., s.V :]))
-    if s.has("segment_ids"):  # a row's first segment here may be another one than the last of the device before
-        ids = x["segment_ids"]
-        left = lax.ppermute(ids[:, -1], axes, [(j, j + 1) for j in range(lax.axis_size(axes) - 1)])
-        goes_on = ((ids[:, 0] == left) | (place.start == 0))[:, None, None, None]
-        same = jnp.cumsum(ids[:, 1:] != ids[:, :-1], axis=1) == 0
-        same = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), same], axis=1)[..., None, None]
-        P, t = jnp.where(goes_on & same, P, 0), t._replace(A=jnp.where(goes_on, t.A, 0))
+    piece = Piece(s.T, s.K, s.V, options, backend, bounds is not None, s.has("g"))
+    t = map_of(piece, x, own, enters, None if bounds is None else bounds[:-1] - place.start)
+    # A row's first segment here may be another one than the last of the device before: then nothing comes in.
+    goes_on = _goes_on(place, x["segment_ids"]) if s.has("segment_ids") else True
     if bounds is None:
-        entered, final = entering_states(t, first, axes)
-        o = o + jnp.einsum("bthk,bhkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
+        t = t._replace(A=jnp.where(goes_on, t.A, 0))
+        entered = jnp.where(goes_on, entering_states(t, first, axes), 0)
     else:
-        entered, final = _packed(place, bounds, t, first, enters)
-        o = o + jnp.einsum("bthk,hkv->bthv", P, entered, precision=lax.Precision.HIGHEST)
+        entered = _entering_packed(place, bounds, t, first)
+    x["initial_state"] = entered if enters is None else jnp.where(enters[:, None, None, None], entered, own)
+    result = _run(x, options, backend)
+    o, final = result.o, _final(place, bounds, first, result.state)
     state = swap_state(jnp, s, final) if s.output_final_state else None
     if s.norm is not None:
         o = normed(jnp, s, whole, o)
@@ -132,20 +126,31 @@ def _inside(place: _Place, rows: int) -> Array:
     return jnp.broadcast_to(there, (rows, place.size))
 
 
-def _packed(place: _Place, bounds: Array, t: Any, first: Array, enters: Array) -> tuple[Array, Array]:
-    """The state [HV, K, V] of the sequence that enters the piece, and the final states of all [N, HV, K, V]."""
+def _goes_on(place: _Place, ids: Array) -> Array:
+    """Whether the last segment of the device before goes on here [B, 1, 1, 1]; so does the row's own first state."""
+    left = lax.ppermute(ids[:, -1], place.axes, [(j, j + 1) for j in range(lax.axis_size(place.axes) - 1)])
+    return ((ids[:, 0] == left) | (place.start == 0))[:, None, None, None]
+
+
+def _entering_packed(place: _Place, bounds: Array, t: Transition, first: Array) -> Array:
+    """The state [1, HV, K, V] of the sequence that enters the piece, if one does."""
     end = place.start + place.size
-    pick = lambda mask, a: jnp.sum(jnp.where(mask[:, None, None, None], a, 0), 0, keepdims=True)  # noqa: E731
-    leaves = (bounds[:-1] < end) & (bounds[1:] > end)
-    through = t._replace(A=pick(leaves, t.A), B=pick(leaves, t.B))
-    nothing = varying_like(jnp.zeros_like(first[:1]), first)
-    entered, _ = entering_states(through, nothing, place.axes)
-    here = t.B + jnp.where(enters[:, None, None, None], product(t.A, entered), 0)
+    leaves = ((bounds[:-1] < end) & (bounds[1:] > end))[:, None, None, None]
+    through = Transition(*(jnp.sum(jnp.where(leaves, a, 0), 0, keepdims=True) for a in t))
+    return entering_states(through, varying_like(jnp.zeros_like(first[:1]), first), place.axes)
+
+
+def _final(place: _Place, bounds: Array | None, first: Array, here: Array | None) -> Array:
+    """The final states of whole rows or sequences [N, HV, K, V], from those that leave the pieces."""
+    assert here is not None
+    end = place.start + place.size
+    if bounds is None:
+        return lax.psum(jnp.where(end == place.size * lax.axis_size(place.axes), here, 0), place.axes)
     empty = bounds[:-1] == bounds[1:]
     ends = (bounds[1:] > place.start) & (bounds[1:] <= end) & ~empty
     ends = ends | (empty & (place.start == 0))
     here = jnp.where(empty[:, None, None, None], first, here)
-    return entered[0], lax.psum(jnp.where(ends[:, None, None, None], here, 0), place.axes)
+    return lax.psum(jnp.where(ends[:, None, None, None], here, 0), place.axes)
 
 
 def _conv(s: Signature) -> ConvKind:

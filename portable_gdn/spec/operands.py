@@ -1,11 +1,11 @@
-"""The one table of a call's operands: their axes, dtypes, and which of them have gradients.
+"""The table of a call's operands: their axes, their dtypes, and which of them have gradients.
 
-Whoever needs a list of operands (those with tokens, say, to cut a call in two) asks this table for it; a test sees to
-it that no second list is written down.
+Code that needs a list of operands (all operands with tokens, for example, to cut a call in two) takes it from this
+table. A test ensures that there is no second list.
 
-Axes are named as the shapes in docstrings name them: B rows, T tokens, N sequences (rows, or packed ones), H key heads,
-HV value heads, K and V the channels of a head, n decays per value head, C the channels of a convolution and W its taps.
-Where ``rules.py`` says so an operand may come with the last two of its axes as one: z, with its heads side by side.
+Axes have the names that docstrings use in shapes: B rows, T tokens, N sequences (rows or packed ones), H key heads, HV
+value heads, K key and V value channels per head, n decays per value head, C channels of the convolution and W its taps.
+``rules.py`` lets some operands have their last two axes merged into one, such as z with its heads side by side.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _POOLED = ("float32", "bfloat16")
 
 
 class Operand(NamedTuple):
-    """What is known of an operand whatever the call.
+    """The properties that an operand has in every call.
 
     Attributes:
-        name: by which calls, files and reports know it.
-        axes: in order; one in brackets may be absent. An axis that is longer or shorter than its dimension ("N + 1"
-            boundaries) is none of that dimension's.
-        dtypes: those that a call takes.
+        name: its name in calls, files and reports.
+        axes: the names of its axes, in order; an axis in brackets may be absent. An axis whose length is not the
+            dimension itself (the "N + 1" of boundaries) does not count as an axis of that dimension.
+        dtypes: the dtypes that a call accepts.
         differentiable: whether it has a gradient.
-        gate: whether it says how much of a token is kept, erased or written.
-        output: whether it acts on the rule's output alone, behind everything else.
+        gate: whether it is a gate, which controls how much is kept, erased or written.
+        output: whether it acts only on the output of the rule, after everything else.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Operand(NamedTuple):
     output: bool = False
 
 
-#: Every operand of every call. A rule has q, k and v; a mixer these or qkv, and the convolution's. Without beta there
-#: are erase and write, one of them, or neither (``variants.py``).
+#: Every operand of every call. A call of the rule has q, k and v; a mixer call has these or qkv, and the operands of
+#: the convolution. A call without beta has erase and write, one of them, or neither (``variants.py``).
 OPERANDS: dict[str, Operand] = {
     operand.name: operand
     for operand in (
@@ -92,8 +92,8 @@ OPERANDS: dict[str, Operand] = {
     )
 }
 
-#: What an update of a pool of states takes beside the operands of a call, whose tokens then have no rows: [T, ...].
-#: S slots, of which slot 0 is null; R tokens that wait in each; P columns of slots for checkpoints.
+#: The operands that an update of a pool of states has in addition to those of a call, whose tokens are then [T, ...].
+#: S is the number of slots (slot 0 is null), R that of the tokens that wait in each, P that of columns of checkpoints.
 POOL_OPERANDS: dict[str, Operand] = {
     operand.name: operand
     for operand in (
@@ -116,12 +116,13 @@ BATCH_OPERANDS: dict[str, Operand] = {
 
 
 def window_operand(name: str, dtype: str) -> Operand:
-    """The place in a pool, ``pool.window[name]``, where an operand's tokens wait until they are accepted.
+    """Return the operand ``pool.window[name]``, in which tokens of another operand wait until they are accepted.
 
-    Inputs wait in the call's own dtype and gates in float32, so that what is computed from them again is the same.
+    Inputs wait in the dtype of the call and gates in float32, so that computing them again gives equal results.
 
     Args:
-        name: an operand with tokens. dtype: the dtype of the call's inputs.
+        name: an operand with tokens.
+        dtype: the dtype of the call's inputs.
     """
     axes = tuple(axis for axis in OPERANDS[name].axes if axis not in ("B", "T"))
     return Operand(
@@ -132,44 +133,44 @@ def window_operand(name: str, dtype: str) -> Operand:
     )
 
 
-#: Operands that may lie on the host, as numpy arrays too, whatever the others are.
+#: Operands that may be on the host, also as numpy arrays, wherever the other operands are.
 ON_HOST = ("cu_seqlens", *BATCH_OPERANDS)
 
 
 def along(axis: str) -> tuple[str, ...]:
-    """Names of the operands that have this axis ("T", "B", "N", "HV", ...), in the table's order."""
+    """Return the names of the operands that have this axis ("T", "B", "N", "HV", ...), in the table's order."""
     return tuple(name for name, operand in OPERANDS.items() if axis in operand.axes)
 
 
 #: Operands that have a gradient.
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.differentiable)
-#: Operands with a value for every token, masks and ids among them.
+#: Operands with a value for every token, including masks and ids.
 WITH_TOKENS = along("T")
-#: Those of them that are numbers.
+#: The operands with tokens whose values are real numbers.
 PER_TOKEN = tuple(name for name in WITH_TOKENS if OPERANDS[name].differentiable)
 #: The gates: log decay, erase and write.
 GATES = tuple(name for name, operand in OPERANDS.items() if operand.gate)
-#: Those of them that are strengths, in [0, 2]: erase and write, or beta in place of both.
+#: The gates whose values lie in [0, 2]: erase and write, or beta in place of both.
 WRITE_GATES = tuple(name for name in GATES if name != "g")
-#: What carries the tokens' contents: q, k, v, or all of them side by side.
+#: The inputs: q, k and v, or all three side by side in one array.
 INPUTS = tuple(name for name in PER_TOKEN if name not in GATES and not OPERANDS[name].output)
 
 
 def at_tokens(x: Mapping[str, Array], where: Any) -> dict[str, Array]:
-    """The operands, those with tokens at some of them.
+    """Return the operands, with those that have tokens cut to some of their tokens.
 
     Args:
         x: operands by name.
-        where: a slice, or an index that arrays of their library take along the second axis.
+        where: a slice, or an index that arrays of their library accept along the second axis.
     """
     return {name: a[:, where] if name in WITH_TOKENS else a for name, a in x.items()}
 
 
 def one_token(x: Mapping[str, Array]) -> dict[str, Array]:
-    """The operands of a single step [B, ...] as those of a sequence of one token [B, 1, ...]."""
+    """Return the operands of a single step [B, ...] as operands of a sequence of one token [B, 1, ...]."""
     return {name: a[:, None] if name in WITH_TOKENS else a for name, a in x.items()}
 
 
 def without_tokens(x: Mapping[str, Array]) -> dict[str, Array]:
-    """The way back: the operands (or gradients) of one token without the axis of tokens."""
+    """Return the operands (or gradients) of one token without the axis of tokens: the inverse of ``one_token``."""
     return {name: a[:, 0] if name in WITH_TOKENS else a for name, a in x.items()}

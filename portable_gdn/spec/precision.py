@@ -1,7 +1,7 @@
-"""What matrix products may round, and what a backend declares that it does round.
+"""The roundings that a precision allows in matrix products, and those that a backend declares.
 
-The three precisions bound every backend alike; within them each declares what it really does, and is judged by that.
-Operand names are those that the stages give to their products.
+The three precisions limit every backend in the same way. Within these limits each backend declares the roundings that
+it really makes, and is judged by them. Operands have the names that the stages give to them in their products.
 """
 
 from __future__ import annotations
@@ -32,23 +32,32 @@ PRECISIONS = ("highest", "default", "fast")
 #: Names of operands of products: inputs and state, then what is computed within a chunk, then cotangents.
 OPERANDS = ("q", "k", "S", "A", "T", "R", "W", "Aqk", "Vn", "dO", "dS", "dVn", "X", "dA")
 
-#: What memory may round of a mixer's output on its way to the norm behind the rule, and to that norm's backward pass.
+#: A mixer's output as it is stored for the norm that follows the rule, and as it is kept for that norm's backward pass.
 NORM_INPUTS = ("o", "o_kept")
 
-#: Bits of significand that an operand keeps (the hidden one included). "bfloat16x3" stands for three passes of
-#: products of bfloat16 halves, which keep 16 bits of each operand.
+#: The bits of significand that an operand keeps, including the hidden bit. "bfloat16x3" stands for three products of
+#: bfloat16 halves, which together keep 16 bits of each operand.
 BITS: Mapping[str, int] = MappingProxyType({"float32": 24, "bfloat16x3": 16, "tf32": 11, "float16": 11, "bfloat16": 8})
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which operands are rounded before they enter a product, by name; those not named keep float32.
+    """The roundings that a backend makes of operands before they enter a product.
 
-    Accumulation and state are float32 always. ``chunk_size`` is the chunk in which the sums run. ``base2``: a chunk's
-    finished sums of decays are multiplied by log2(e), which rounds them once more, and decays are powers of 2.
-    ``stores``: S and dS are kept between chunks as rounded as they enter products, so that a decay's gradient, in which
-    they meet outside of any product, sees them so. "o" and "o_kept" (``NORM_INPUTS``) are no operands of products: they
-    say what memory leaves of a mixer's output for the norm behind the rule, forward and backward.
+    Accumulation and state are always in float32.
+
+    Attributes:
+        operands: the format (a key of ``BITS``) of each operand that is rounded; operands not named keep float32. "o"
+            and "o_kept" (``NORM_INPUTS``) are not operands of products: they give the formats in which a mixer's output
+            is stored for the norm that follows the rule and kept for that norm's backward pass.
+        chunk_size: the number of tokens over which a chunk's sums run.
+        base2: whether a chunk's finished sums of log decays are multiplied by log2(e), which rounds them once more, so
+            that decays are powers of 2.
+        stores: whether S and dS are stored between chunks in the format in which they enter products. The gradient of a
+            decay, which combines them outside of any product, then uses the rounded values.
+
+    Raises:
+        ValueError: ``operands`` has a name or a format that does not exist.
     """
 
     operands: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +77,7 @@ class Rounding:
         return all(kept == "float32" for kept in self.operands.values())
 
     def describe(self) -> str:
-        """One line for a table."""
+        """Return the operands that each format has, as one line for a table."""
         if self.exact:
             return "float32"
         kinds: dict[str, list[str]] = {}
@@ -77,7 +86,7 @@ class Rounding:
         return "; ".join(f"{kept}: {' '.join(names)}" for kept, names in kinds.items())
 
     def key(self) -> tuple[Any, ...]:
-        """A hashable form."""
+        """Return a hashable key, equal for equal roundings."""
         return (tuple(sorted(self.operands.items())), self.chunk_size, self.base2, self.stores)
 
 
@@ -90,7 +99,7 @@ FAST: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERANDS, "bfloat16"))
 
 
 def stochastic_round(x: np.ndarray, bits: int, rng: np.random.Generator) -> np.ndarray:
-    """Round float64 x to ``bits`` bits of significand, up or down with the odds that make the mean exact."""
+    """Round float64 x to ``bits`` bits of significand, up or down at random so that the expected value is x."""
     significand, exponent = np.frexp(x)
     scaled = np.ldexp(significand, bits)
     with np.errstate(invalid="ignore"):
@@ -98,7 +107,7 @@ def stochastic_round(x: np.ndarray, bits: int, rng: np.random.Generator) -> np.n
 
 
 def stored_states(rounding: Rounding, rng: np.random.Generator) -> Any:
-    """What is left of S or dS in memory, as declared; see ``chunkwise.backward_chunk``."""
+    """Return a function that rounds S or dS as the backend stores them; ``chunkwise.backward_chunk`` takes it."""
 
     def stored(x: np.ndarray, name: str) -> np.ndarray:
         kept = rounding.operands.get(name, "float32") if rounding.stores else "float32"
@@ -108,7 +117,7 @@ def stored_states(rounding: Rounding, rng: np.random.Generator) -> Any:
 
 
 def stored_outputs(rounding: Rounding, rng: np.random.Generator) -> Any:
-    """What is left in memory of a mixer's output for its norm, as declared; see ``evaluate.evaluate``."""
+    """Return a function that rounds a mixer's output as the backend stores it; ``evaluate.evaluate`` takes it."""
 
     def stored(x: np.ndarray, name: str) -> np.ndarray:
         kept = rounding.operands.get(name, "float32")
@@ -118,7 +127,7 @@ def stored_outputs(rounding: Rounding, rng: np.random.Generator) -> Any:
 
 
 def rounded_product(rounding: Rounding, rng: np.random.Generator) -> Any:
-    """A product on float64 arrays that rounds its operands as declared, stochastically, and nothing else."""
+    """Return a product of float64 arrays that rounds its operands as declared, stochastically, and nothing else."""
 
     def product(a: np.ndarray, b: np.ndarray, name_a: str, name_b: str) -> np.ndarray:
         kept_a, kept_b = (rounding.operands.get(name, "float32") for name in (name_a, name_b))

@@ -1,8 +1,8 @@
-"""The seven stages of a whole call, kept by chunk: for whoever asks where two computations part.
+"""The seven stages of a whole call, kept for every chunk, to find where two computations begin to differ.
 
-The form in which every backend's ``probe`` returns them: by name the parts of each stage (``chunkwise.stage_chunk``),
-with [B, chunks a row, HV] before the stage's own dimensions. A row's last chunk is filled up with zeros. A part that
-the variant does not have (scores of keys without an erase gate) is None.
+Every backend's ``probe`` returns stages in this form: a dictionary from the name of a stage to its parts (see
+``chunkwise.stage_chunk``), whose leading dimensions are [B, chunks per row, HV]. The last chunk of a row is padded with
+zeros. A part that the variant does not have (the scores of keys, if there is no erase gate) is None.
 """
 
 from __future__ import annotations
@@ -18,22 +18,40 @@ from .stages import STAGES, Algebra, Array
 __all__ = ["probe", "probe_prepared"]
 
 Probed = dict[str, tuple[Any, ...]]
-#: Computes one chunk's stages, as ``stage_chunk`` does.
+#: A function that computes the stages of one chunk, as ``stage_chunk`` does.
 Chunk = Callable[[ChunkOperands], Probed]
 
 
 def probe(
     algebra: Algebra, s: Signature, operands: Mapping[str, Array], size: int, chunk: Chunk | None = None
 ) -> Probed:
-    """The stages of a call without packed sequences, in chunks of ``size`` tokens (a power of two)."""
+    """Compute the stages of a call that has no packed sequences.
+
+    Args:
+        algebra: the array namespace and the matrix product to use.
+        s: the call.
+        operands: the call's operands by name.
+        size: the number of tokens per chunk, a power of two.
+        chunk: computes the stages of one chunk; ``stage_chunk`` by default.
+
+    Returns:
+        The parts of each stage, by the stage's name.
+    """
     return probe_prepared(algebra, s, prepare(algebra.xp, s, operands), size, chunk)
 
 
 def probe_prepared(algebra: Algebra, s: Signature, p: Prepared, size: int, chunk: Chunk | None = None) -> Probed:
-    """The stages from operands of the bare rule, in chunks of ``size`` tokens (a power of two).
+    """Compute the stages from operands of the bare rule, in chunks of ``size`` tokens (a power of two).
 
     Args:
-        chunk: computes one chunk; ``stage_chunk`` by default.
+        algebra: the array namespace and the matrix product to use.
+        s: the call.
+        p: the operands of the bare rule.
+        size: the number of tokens per chunk, a power of two.
+        chunk: computes the stages of one chunk; ``stage_chunk`` by default.
+
+    Returns:
+        The parts of each stage, by the stage's name.
     """
     xp = algebra.xp
     if chunk is None:
@@ -44,7 +62,7 @@ def probe_prepared(algebra: Algebra, s: Signature, p: Prepared, size: int, chunk
     B, T, H, R = s.B, s.T, s.H, s.HV // s.H
 
     def rows(a: Array | None, first: int) -> Array | None:
-        """[B, T, heads, D] as [B, H, R or 1, size, D], tokens from ``first`` on, filled up with zeros."""
+        """Return ``size`` tokens of [B, T, heads, D] from ``first`` on, padded with zeros: [B, H, R or 1, size, D]."""
         if a is None:
             return None
         part = a[:, first : first + size]
@@ -55,7 +73,7 @@ def probe_prepared(algebra: Algebra, s: Signature, p: Prepared, size: int, chunk
         return xp.reshape(part, (B, H, a.shape[2] // H, size, a.shape[3]))
 
     def whole(a: Array | None) -> Array | None:
-        """[B, H, R or 1, ...] as [B, 1, HV, ...]."""
+        """Reshape [B, H, R or 1, ...] to [B, 1, HV, ...]."""
         if a is None:
             return None
         a = xp.broadcast_to(a, (B, H, R, *a.shape[3:]))

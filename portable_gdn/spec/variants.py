@@ -1,7 +1,6 @@
-"""The family as three granularities: of the decay, of the erase gate and of the write gate.
+"""The members of the family, each described by the granularity of its decay, its erase gate and its write gate.
 
-This table is the only place that knows which published model is which combination; everything behind it
-works with granularities alone.
+Only this table knows which combination a published model uses. The rest of the package works with granularities.
 """
 
 from __future__ import annotations
@@ -13,16 +12,24 @@ __all__ = ["VARIANTS", "Granularity", "Variant"]
 
 
 class Granularity(enum.Enum):
-    """How finely a gate is given: one value for ... ."""
+    """The number of values that a gate has per token.
 
-    NONE = "none"  # not given: decay 0 (keep all), erase 0 (erase nothing), write 1 (write all)
-    HEAD = "head"  # a value head
-    GROUP = "group"  # a group of adjacent key channels (decay only)
-    CHANNEL = "channel"  # a channel: of the key for decay and erase, of the value for write
+    Attributes:
+        NONE: the gate is not given. The log decay is then 0 (keep everything), the erase gate 0 (erase nothing) and the
+            write gate 1 (write everything).
+        HEAD: one value per value head.
+        GROUP: one value per group of adjacent key channels (decay only).
+        CHANNEL: one value per channel: key channels for decay and erase, value channels for write.
+    """
+
+    NONE = "none"
+    HEAD = "head"
+    GROUP = "group"
+    CHANNEL = "channel"
 
 
 class Variant(NamedTuple):
-    """One member of the family."""
+    """One member of the family, described by the granularity of each of its gates."""
 
     decay: Granularity
     erase: Granularity
@@ -30,7 +37,7 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The published name, or the granularities where the combination has none."""
+        """The published name, or the three granularities if the combination has no name."""
         for name, variant in VARIANTS.items():
             if variant == self:
                 return name

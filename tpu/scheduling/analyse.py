@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..chips import Chip
+from ..slices import Slice
+from .collectives import collectives, kind_of
 from .dump import UNITS, Block, Dump, Files
 from .hlo import Moved, Operation, moves, parse
 from .machine import Loop, Run, run
@@ -29,6 +31,7 @@ def analyse(
     memory: Mapping[str, int],
     versions: Mapping[str, str],
     compiled: str,
+    where: Slice | None = None,
 ) -> Schedule:
     """The report of the one program that was compiled into ``folder``.
 
@@ -38,6 +41,7 @@ def analyse(
         values: integers of those arguments of the program whose values are known, by number.
         memory, versions: handed through.
         compiled: the text of the executable, which knows the VMEM of each operation.
+        where: the slice that it was compiled for, if for more than one device.
     """
     dump = Dump(folder)
     module = parse(dump.hlo, values)
@@ -47,7 +51,7 @@ def analyse(
     kernels: list[Any] = []
     others: list[Any] = []
     for operation in module.operations:
-        if operation.opcode in _NOTHING:
+        if operation.opcode in _NOTHING or kind_of(operation.opcode.removesuffix("-done")) is not None:
             continue
         files = dump.files(operation.name)
         if files is None:
@@ -59,11 +63,13 @@ def analyse(
         beside = moved.get(operation.name, Moved(0, 0))
         report = _operation(operation, files, chip, found, grid, times.get(operation.name), beside)
         (kernels if operation.kernel else others).append(report)
-    where = {operation.name: operation for operation in module.operations}
+    named = {operation.name: operation for operation in module.operations}
     for name, bytes_ in left.items():
-        beside_it = [o.name for o in module.operations if o.computation == where[name].computation and o.name in times]
-        others.append(_transfer(where[name], bytes_, times[beside_it[0]] if beside_it else 1))
-    return Schedule(chip.name, tuple(kernels), tuple(others), dict(memory), dict(versions))
+        beside_it = [o.name for o in module.operations if o.computation == named[name].computation and o.name in times]
+        others.append(_transfer(named[name], bytes_, times[beside_it[0]] if beside_it else 1))
+    sent = () if where is None else tuple(collectives(dump.hlo, module, times, where.devices))
+    shape = () if where is None else where.shape
+    return Schedule(chip.name, tuple(kernels), tuple(others), dict(memory), dict(versions), sent, shape)
 
 
 def _call(source: str) -> str:
@@ -138,6 +144,7 @@ def _operation(
         beside_bytes=beside.bytes,
         across_bytes=beside.across,
         grid_steps=whole,
+        timeline=_timeline(per_step, named, files) if operation.kernel else None,
     )
 
 
@@ -213,6 +220,25 @@ def _units(counts: np.ndarray, named: Mapping[str, np.ndarray], files: Files, ch
     # A matrix unit loads rows of one operand while it multiplies those of another: two things that can bind it.
     pushes = float((counts * np.array([b.pushes for b in files.bundles])).sum())
     return {"MXU": cycles.pop("MXU"), "MXU load": pushes * chip.push_cycles / chip.mxu_count, **cycles}
+
+
+def _timeline(per_step: np.ndarray, named: Mapping[str, np.ndarray], files: Files) -> dict[str, list[float]]:
+    """The share of each unit's slots that is taken, in up to 120 equal parts of a step; idle units are left out."""
+    cycles = int(per_step.sum())
+    if not cycles:
+        return {}
+    bins = min(120, cycles)
+    places = dict(zip(UNITS, files.capacity.tolist(), strict=True))
+    # Where a bundle of a loop runs several times, its turns are drawn as one piece.
+    part = np.minimum((np.cumsum(per_step) - per_step) * bins // cycles, bins - 1)
+    width = np.bincount(part, per_step, bins)
+    found = {}
+    for unit, used in named.items():
+        if ":" in unit or not (per_step * used).any():
+            continue
+        shares = np.bincount(part, per_step * used, bins) / np.maximum(1, width * max(1, places[unit]))
+        found[unit] = [float(f"{x:.3f}") for x in shares]
+    return found
 
 
 def _parts(counts: np.ndarray, files: Files, inside: slice = slice(None)) -> dict[str, int]:

@@ -67,7 +67,9 @@ def schedule(
             that ``jax.jit`` was told to donate are.
         args: one ``jax.ShapeDtypeStruct``, array or tree of them for each of its arguments. Of arrays only the shape
             counts, but for integers: where a kernel reads its argument as scalars (``PrefetchScalarGridSpec``) and its
-            course depends on them, their values make the report exact.
+            course depends on them, their values make the report exact. Where shapes have a ``NamedSharding`` on a mesh
+            of several devices (``scheduling.compile.chip_mesh``), the program is compiled for a slice of them, and the
+            report is that of one device.
         chip: "v4", "v5e", "v5p", "v6e" or "v7x".
         use_cache: look for the report among earlier ones, and keep it (in the user's cache folder, or where
             PORTABLE_GDN_CACHE says).
@@ -152,7 +154,10 @@ class _Job(NamedTuple):
         values = {str(number): a.tolist() for number, a in lowered.values.items()}
         donated = list(lowered.donated)
         request = {"chip": chip, "grids": grids, "values": values, "versions": versions, "donated": donated}
-        return cls(chip, lowered, request, cache.key(lowered.text, chip, grids, [values, donated], versions))
+        request["mesh"] = lowered.mesh
+        return cls(
+            chip, lowered, request, cache.key(lowered.text, chip, grids, [values, donated, lowered.mesh], versions)
+        )
 
 
 class _Running:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..chips import chip_named
 from .analyse import analyse
-from .compile import compile_for, environment
+from .compile import compile_for, compile_on, environment, slice_for
 from .dump import flags
 
 __all__ = ["main"]
@@ -35,7 +35,10 @@ def main(folder: Path) -> int:
 
     exported = export.deserialize(bytearray((folder / "module.bin").read_bytes()))
     try:
-        compiled = compile_for(chip, exported.call, *_arguments(exported), donated=request["donated"])
+        if request["mesh"]:
+            compiled = compile_on(chip, dict(request["mesh"]), exported)
+        else:
+            compiled = compile_for(chip, exported.call, *_arguments(exported), donated=request["donated"])
     except Exception as error:
         (folder / "error.txt").write_text(str(error))
         return 3
@@ -54,6 +57,7 @@ def main(folder: Path) -> int:
         },
         request["versions"],
         compiled.as_text(),
+        slice_for(chip, dict(request["mesh"])) if request["mesh"] else None,
     )
     (folder / "schedule.json").write_text(json.dumps(schedule.to_json()))
     return 0

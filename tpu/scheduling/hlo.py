@@ -31,7 +31,8 @@ class Operation(NamedTuple):
 
     name, opcode; kernel: whether it is a Pallas kernel; results, operands, each once; source: the operation of the
     traced program that it came from; vmem: bytes of VMEM that it uses; inputs: names of the operands; computation: in
-    which it stands; across: whether it copies while the program before this one still runs.
+    which it stands; across: whether it copies while the program before this one still runs; called: the computations
+    that it runs.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Operation(NamedTuple):
     inputs: tuple[str, ...] = ()
     computation: str = ""
     across: bool = False
+    called: tuple[str, ...] = ()
 
 
 class Moved(NamedTuple):
@@ -105,7 +107,7 @@ def parse(text: str, values: Mapping[int, np.ndarray] | None = None) -> Module:
                 Operation(
                     line.name, opcode, kernel, tuple(_arrays(line.type)), operands,
                     _after(line.rest, 'op_name="', '"'), _vmem(line.rest), inputs, name,
-                    "cross_program_prefetch_index" in line.rest,
+                    "cross_program_prefetch_index" in line.rest, tuple(_called(line)),
                 )
             )  # fmt: skip
             for place, operand in enumerate(line.operands if kernel else ()):
@@ -225,9 +227,14 @@ def _executed(computations: dict[str, list[_Line]], entry: str) -> Iterator[str]
         seen.add(name)
         yield name
         for line in computations[name]:
-            if line.opcode not in _FUSED:
-                for called in _CALLED.findall(line.rest):
-                    pending += re.findall(r"%([^\s,{}]+)", called)
+            pending += _called(line)
+
+
+def _called(line: _Line) -> Iterator[str]:
+    """Computations that an operation runs beside its own code."""
+    if line.opcode not in _FUSED:
+        for called in _CALLED.findall(line.rest):
+            yield from re.findall(r"%([^\s,{}]+)", called)
 
 
 def _arrays(kind: str) -> Iterator[Array]:

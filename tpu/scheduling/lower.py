@@ -31,7 +31,8 @@ class Lowered(NamedTuple):
 
     module: serialised by ``jax.export``; text: the same without places in source files, for a cache's key.
     calls: its Pallas calls; values: those integer arguments whose values were given, by number; donated: numbers of
-    the arguments that its caller gives away.
+    the arguments that its caller gives away. mesh: names and sizes of the axes of the mesh that its arguments lie on;
+    () for one device.
     """
 
     module: bytes
@@ -39,6 +40,7 @@ class Lowered(NamedTuple):
     calls: tuple[Call, ...]
     values: dict[int, np.ndarray]
     donated: tuple[int, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lowered:
@@ -83,7 +85,8 @@ def lower(chip: Chip, function: Callable[..., Any], args: tuple[Any, ...]) -> Lo
             "flatbuffers is not installed, which jax needs to hand a program to another process; "
             "`pip install 'portable-gdn[tpu]'` brings it."
         ) from None
-    return Lowered(module, _without_places(exported.mlir_module()), calls, _values(leaves), donated)
+    text = _without_places(exported.mlir_module())
+    return Lowered(module, text, calls, _values(leaves), donated, _mesh(shapes))
 
 
 def _of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
@@ -165,7 +168,22 @@ def _without_places(text: str) -> str:
 def _shape(a: Any) -> Any:
     import jax
 
-    return jax.ShapeDtypeStruct(np.shape(a), a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype)
+    dtype = a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
+    where = getattr(a, "sharding", None) if isinstance(a, jax.ShapeDtypeStruct) else None
+    on_mesh = isinstance(where, jax.sharding.NamedSharding) and where.mesh.size > 1
+    return jax.ShapeDtypeStruct(np.shape(a), dtype, sharding=where if on_mesh else None)
+
+
+def _mesh(shapes: list[Any]) -> tuple[tuple[str, int], ...]:
+    """The mesh that arguments lie on.
+
+    Raises:
+        GdnError: there are several.
+    """
+    found = {tuple(a.sharding.mesh.shape.items()) for a in shapes if a.sharding is not None}
+    if len(found) > 1:
+        raise GdnError("the arguments lie on several meshes; they must lie on one, or on none.")
+    return next(iter(found), ())
 
 
 def _first_lines(error: BaseException) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..chips import Chip, chip_named
+from ..slices import Slice
+from .collectives import Collective
 
 __all__ = ["PARTS", "LoopReport", "OperationReport", "Schedule"]
 
@@ -49,6 +51,7 @@ class OperationReport(NamedTuple):
     hbm_bytes: what its own copies move, and beside_bytes: what XLA moves between HBM and VMEM for it by copies that run
     beside other operations; across_bytes: those of them that run beside the program before this one.
     notes: what a reader must know to trust the figures.
+    timeline: for each unit the share of its slots that is taken, in equal parts of a full step (``picture`` draws it).
     """
 
     name: str
@@ -76,6 +79,7 @@ class OperationReport(NamedTuple):
     beside_bytes: int = 0
     across_bytes: int = 0
     grid_steps: int | None = None
+    timeline: Mapping[str, Sequence[float]] | None = None
 
     @property
     def busiest(self) -> tuple[str, float]:
@@ -126,7 +130,8 @@ class OperationReport(NamedTuple):
 class Schedule(NamedTuple):
     """A program compiled for a chip, as the compiler scheduled it. ``str()`` of it is the report.
 
-    kernels: the Pallas kernels; others: what XLA runs around them.
+    kernels: the Pallas kernels; others: what XLA runs around them. Of a program for many devices, those of one device.
+    collectives: what the devices send each other, and chips: how many of them lie along each axis; () for one device.
     memory: bytes of HBM for arguments, results and temporaries, and those of donated arguments that results take;
     versions: of jax and libtpu.
     """
@@ -136,6 +141,29 @@ class Schedule(NamedTuple):
     others: tuple[OperationReport, ...]
     memory: dict[str, int]
     versions: dict[str, str]
+    collectives: tuple[Collective, ...] = ()
+    chips: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> Slice | None:
+        """The slice that it was compiled for; None for one device."""
+        return Slice(chip_named(self.chip), self.chips) if self.chips else None
+
+    @property
+    def collective_seconds(self) -> float | None:
+        """The time of all collectives, one after the other, over the links between chips."""
+        where = self.where
+        return 0.0 if where is None else _sum(_times(c.times, c.seconds(where)) for c in self.collectives)
+
+    @property
+    def collective_bytes(self) -> float | None:
+        """Bytes of all collectives' arrays, of one device."""
+        return _sum(_times(c.times, c.bytes) for c in self.collectives)
+
+    @property
+    def together_seconds(self) -> float | None:
+        """Kernels, what runs around them and collectives, one after the other."""
+        return _sum(iter((self.seconds, self.other_seconds, self.collective_seconds)))
 
     @property
     def cycles(self) -> int | None:
@@ -162,7 +190,7 @@ class Schedule(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        chip = chip_named(self.chip)
+        chip, where = chip_named(self.chip), self.where
         return {
             "chip": self.chip,
             "clock_hz": chip.clock_hz,
@@ -172,8 +200,12 @@ class Schedule(NamedTuple):
                 "seconds": self.seconds,
                 "floor_seconds": self.floor_seconds,
                 "other_seconds": self.other_seconds,
+                "collective_seconds": self.collective_seconds,
+                "collective_bytes": self.collective_bytes,
             },
             "other_device_ops": [k.as_dict(chip) for k in self.others],
+            "chips": self.chips,
+            "collectives": [] if where is None else [_sent(c, where) for c in self.collectives],
             "memory": self.memory,
             "versions": self.versions,
         }
@@ -186,6 +218,7 @@ class Schedule(NamedTuple):
                 name: [{**k._asdict(), "loops": [loop._asdict() for loop in k.loops]} for k in getattr(self, name)]
                 for name in ("kernels", "others")
             },
+            "collectives": [c._asdict() for c in self.collectives],
         }
 
     @classmethod
@@ -197,11 +230,12 @@ class Schedule(NamedTuple):
         """
         groups = {name: tuple(map(_operation, fields[name])) for name in ("kernels", "others")}
         return cls(
-            fields["chip"], groups["kernels"], groups["others"], dict(fields["memory"]), dict(fields["versions"])
-        )
+            fields["chip"], groups["kernels"], groups["others"], dict(fields["memory"]), dict(fields["versions"]),
+            tuple(map(_collective, fields["collectives"])), tuple(fields["chips"]),
+        )  # fmt: skip
 
     def __str__(self) -> str:
-        chip = chip_named(self.chip)
+        chip, where = chip_named(self.chip), self.where
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"{self.chip}: {chip.clock_hz / 1e9:.2f} GHz, {chip.hbm_bytes_per_second / 1e9:.0f} GB/s, "
@@ -221,6 +255,12 @@ class Schedule(NamedTuple):
         if self.others:
             name = "the rest" if self.kernels else "together"
             lines.append(f"{name}: {_time(self.other_seconds)} (traffic {_traffic(self.others, chip)})")
+        if self.chips:
+            number = "no collective" if not self.collectives else "collectives:"
+            lines.append(f"on {'x'.join(map(str, self.chips))} chips, {number}")
+        for c in self.collectives:
+            seconds = _time(None if where is None else c.seconds(where))
+            lines.append(f"{seconds:>12}  {c.kind}{_often(c)}: {_size(c.bytes)} ({', '.join(c.arrays)}) {c.source}")
         if self.memory:
             lines.append("HBM of the program: " + ", ".join(f"{name} {_size(n)}" for name, n in self.memory.items()))
         if chip.cores > 1:
@@ -241,6 +281,16 @@ def _operation(fields: Mapping[str, Any]) -> OperationReport:
             "notes": tuple(fields["notes"]),
         }
     )
+
+
+def _sent(c: Collective, where: Slice) -> dict[str, Any]:
+    groups = [list(group) for group in c.groups]
+    return {**c._asdict(), "groups": groups, "seconds": c.seconds(where)}
+
+
+def _collective(fields: Mapping[str, Any]) -> Collective:
+    lists = {"arrays": tuple(fields["arrays"]), "groups": tuple(map(tuple, fields["groups"]))}
+    return Collective(**{**fields, **lists})
 
 
 def _times(times: int | None, figure: Any) -> Any:
@@ -300,7 +350,7 @@ def _beside(k: OperationReport) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _often(k: OperationReport) -> str:
+def _often(k: OperationReport | Collective) -> str:
     return "" if k.times == 1 else ", an unknown number of times" if k.times is None else f", {k.times} times"
 
 

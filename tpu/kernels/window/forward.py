@@ -1,16 +1,17 @@
-"""The window kernel: a row's tokens one by one, on states that lie in the pool's slots and stay there.
+"""The window kernel: a row's tokens one by one or as a chunk, on states that lie in the pool's slots and stay there.
 
 Which slot a grid step gets is read from scalar memory, and the pool is an operand and a result of one memory, so that
 nothing else of it is moved. A row that is nothing is given the block of the row before it, which Mosaic then neither
 fetches nor sends anew.
 
-A token of a value head, with S in VMEM and the columns k and q along the sublanes::
+A token of a value head, with S in VMEM and the columns k and q along the sublanes:
 
     u = w v - c S^T k;   o = d S^T q + (q.k) u;   S <- d S + k u^T        c = d b, q scaled
 
 Both products with S are sums over sublanes in float32, elementwise: nothing is rounded to bfloat16 and no product unit
 loads a state that it would use for two rows. S is read twice and written once. With gates by channel d, d b k and d q
 are columns, too. All tokens of a call go through the same code, so that bits do not depend on how they were split.
+``chunk.py`` has the other way, for windows whose bits may.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..common.launching import Block, Launch, launch
 from ..common.registers import F32
+from .chunk import Chunk, ChunkOperands
 from .plan import Window
 
 __all__ = ["CHECKPOINTS", "COMMITTED", "COPIED", "FRESH", "SLOT", "TOTAL", "WindowOperands", "windows"]
@@ -59,9 +61,10 @@ class WindowOperands:
 
 
 def windows(
-    p: Window, table: Array, x: WindowOperands, pool: Array, interpret: Any
+    p: Window, table: Array, x: WindowOperands | ChunkOperands, pool: Array, interpret: Any
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """The pool with what rows commit, o [N, blocks, P, r h, V], and states at checkpoints [N + 1, HV, K, V] each.
+    """The pool with what rows commit, o [N, blocks, P, r h, V] (or, of a chunk, [N, blocks, r h, P, V]), and states at
+    checkpoints [N + 1, HV, K, V] each.
 
     Args:
         table: int32 [parts * N], see ``SLOT``. pool: [S, HV, K, V], whose memory the result takes.
@@ -69,10 +72,16 @@ def windows(
     state = (1, p.value_heads, p.key_dim, p.value_dim)
     slots = pl.BlockSpec(state, lambda h, n, table: (table[SLOT * p.rows + n], h, 0, 0))
     block = lambda a, space=None: Block(a, _tokens(a, space))  # noqa: E731
-    operands = WindowOperands(
-        block(x.keys), block(x.values), block(x.factors, pltpu.SMEM), None if x.channels is None else block(x.channels)
-    )
-    o = jax.ShapeDtypeStruct((p.rows, p.blocks, p.places, p.value_heads, p.value_dim), F32)
+    operands: WindowOperands | ChunkOperands
+    if isinstance(x, ChunkOperands):
+        with_tokens = [None if a is None else block(a) for a in (x.keys, x.values, x.gates, x.channels)]
+        taps = [None if a is None else Block(a, _taps(a)) for a in (x.key_taps, x.value_taps)]
+        operands = ChunkOperands(*with_tokens, *taps)
+    else:
+        channels = None if x.channels is None else block(x.channels)
+        operands = WindowOperands(block(x.keys), block(x.values), block(x.factors, pltpu.SMEM), channels)
+    shape = (p.value_heads, p.places) if p.chunked else (p.places, p.value_heads)
+    o = jax.ShapeDtypeStruct((p.rows, p.blocks, *shape, p.value_dim), F32)
     held = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     kept = jax.ShapeDtypeStruct((p.rows + 1, *pool.shape[1:]), pool.dtype)
     results = (
@@ -80,7 +89,13 @@ def windows(
         Block(o, _tokens(o)),
         tuple(Block(kept, pl.BlockSpec(state, _checkpoint(p, number))) for number in range(p.checkpoints)),
     )
-    work = [pltpu.VMEM(state[1:], F32)] if p.places > 1 else []
+    if p.chunked:
+        own = pltpu.VMEM((*shape, p.value_dim), F32)
+        work = [own] if p.checkpoints else []
+        if p.before is not None:
+            work += [pltpu.VMEM((p.key_heads, 2 * p.places, p.key_dim), F32), own]
+    else:
+        work = [pltpu.VMEM(state[1:], F32)] if p.places > 1 else []
     leaves = len(jax.tree.leaves(operands))
     how = Launch("window", (p.blocks, p.rows), p.vmem, interpret, ((leaves, 0),))
     return launch(lambda *refs: _kernel(p, *refs), how, table, (operands, Block(pool, slots)), results, work)
@@ -91,6 +106,12 @@ def _tokens(a: Any, space: Any = None) -> pl.BlockSpec:
     rest = (0,) * (len(a.shape) - 2)
     where = {} if space is None else {"memory_space": space}
     return pl.BlockSpec((1, 1, *a.shape[2:]), lambda h, n, table: (n, h, *rest), **where)
+
+
+def _taps(a: Any) -> pl.BlockSpec:
+    """The taps of a block of heads, the same for all rows."""
+    rest = (0,) * (len(a.shape) - 2)
+    return pl.BlockSpec((1, 1, *a.shape[2:]), lambda h, n, table: (0, h, *rest))
 
 
 def _checkpoint(p: Window, number: int) -> Any:
@@ -111,6 +132,21 @@ def _kernel(p: Window, table: Ref, operands: Any, results: Any, scratch: Any) ->
     @pl.when(table[COPIED * p.rows + n] > 0)
     def _() -> None:
         _each_head(p, lambda h: _store(out, h, first(h)))
+
+    if p.chunked:
+
+        @pl.when(total > 0)
+        def _() -> None:
+            us, room = scratch[: bool(p.checkpoints)], scratch[bool(p.checkpoints) :]
+            own = Chunk(p, x, lambda h: jnp.where(fresh > 0, jnp.zeros((), pool.dtype), pool[0, h]), room or None)
+            own.run(committed, lambda h, S: _store(out, h, S), o, *us or [None])
+            for into, place in zip(kept, places, strict=True):
+
+                @pl.when(place > 0)
+                def _(into: Ref = into, place: Any = place) -> None:
+                    own.commit(place, lambda h, S: _store(into, h, S), *us)
+
+        return
 
     @pl.when(total > 0)
     def _() -> None:
