@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..api import MixerState
 from ..layers.axes import named, partition_specs
 from ..layers.kinds import layer_of_kind
-from ..parallel.axes import AxisRules
+from ..parallel.axes import AxisRules, call_sharding
 from ..spec.errors import GdnError, bad
 from .attention import Attention
 from .blocks import MLP, MoE, Norm
@@ -160,9 +160,8 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         backend: str | None = None,
         precision: str | None = None,
-        sharding: Any = None,
         scan: bool = True,
-        rules: AxisRules | None = None,
+        spread: tuple[Any, AxisRules | None] | None = None,
     ) -> None:
         """Args:
         settings: what it is like.
@@ -173,17 +172,17 @@ class Decoder(nnx.Module):
         backend: of the mixers, as in ``gated_delta_rule``.
         precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
             default of JAX, which on a TPU rounds float32 to bfloat16.
-        sharding: of the mixers' calls, as in ``gated_delta_rule``.
         scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
             its period. False has a module for each layer.
-        rules: which axes of the mesh of ``sharding`` split experts and their columns, before
-            ``portable_gdn.parallel.AXIS_RULES``.
+        spread: a mesh, and rules for its axes or None, as ``load_model`` takes them; by these calls of the mixers and
+            the work of experts are split. None is one device.
         """
+        mesh, rules = spread or (None, None)
         highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
         numerics = Numerics(dtype, highest, param_dtype)
         options = {
             "dtype": dtype, "param_dtype": param_dtype, "projection_precision": highest, "precision": precision,
-            "backend": backend, "sharding": sharding,
+            "backend": backend, "sharding": None if mesh is None else call_sharding(mesh, rules),
         }  # fmt: skip
         self.settings, self.numerics = settings, numerics
         self.embed = nnx.Embed(

@@ -37,7 +37,7 @@ class ExpertSplit:
     tokens: tuple[str, ...]
     experts: Any
     columns: Any
-    """Of the MLPs; a name, several, or None, as ``experts``."""
+    """What splits the columns of the MLPs: a name, several, or None, as ``experts``."""
 
     def summed(self) -> tuple[str, ...]:
         """The axes over which partial results are added."""
