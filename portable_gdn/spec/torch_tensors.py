@@ -79,7 +79,10 @@ def float32_products(device_type: str) -> Iterator[None]:
 
 
 class _Switches:
-    """torch's process-wide switches for products: the first thread to enter sets them, the last to leave resets them."""
+    """torch's process-wide switches for products: the first thread to enter sets them, the last to leave resets them.
+
+    They hold for the whole process, so threads that are inside at once share one change.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
