@@ -5,8 +5,8 @@ Every function takes the array namespace ``xp`` (the array API, as array-api-com
 product can round them differently (``precision.py``). Leading dimensions (heads, groups, batch) are arbitrary and
 broadcast.
 
-Shapes below leave them out. C tokens in a chunk (a power of two), K key channels, V value channels,
-n decay groups (1: one decay per head, K: one per channel).
+Shapes below leave them out. There are C tokens in a chunk (a power of two), K key channels, V value channels and n
+decay groups (1: one decay per head, K: one per channel).
 
 A log decay below ``RESET`` is a hard reset: its exp is 0 in float32. It is counted, not summed, since a sum that
 contains it has no digits left for its neighbours. Sums begin anew after it, and nothing passes it. Exponents are masked
@@ -276,7 +276,7 @@ def _grow(xp: Namespace, blocks: Array, corner: Array) -> Array:
 
 
 def lower_blocks(xp: Namespace, A: Array) -> list[Array]:
-    """Return the corners of A [C, C] that join pairs of blocks of 1, 2, ..., C/2 rows, [C / 2 size, size, size] each."""
+    """Return the corners of A [C, C] between pairs of blocks of 1, 2, ..., C/2 rows, each [C / 2 size, size, size]."""
     found = []
     A = A[..., None, :, :]
     while A.shape[-1] > 1:
