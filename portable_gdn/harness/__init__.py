@@ -1,4 +1,5 @@
-"""The proof: cases, recordings, comparisons of backends with the oracle and with each other, properties, doctor."""
+"""The harness that tests backends: cases, recordings, comparisons with the oracle and each other, properties, doctor.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ Progress = Callable[[str, int, int], None]
 def _batch(
     found: Fuzzed, name: str, count: int, seed: int, over: Callable[[], bool], progress: Progress | None, of: int
 ) -> bool:
-    """Try some cases of one property, and return whether all hold; ``progress`` is told that there are ``of`` in all."""
+    """Try some cases of one property, and return whether all hold; ``progress`` is told of ``of`` cases in total."""
     try:
         import hypothesis
     except ImportError:
