@@ -1,5 +1,4 @@
-"""The harness that tests backends: cases, recordings, comparisons with the oracle and each other, properties, doctor.
-"""
+"""The harness that tests backends: cases, recordings, comparisons, properties and the doctor."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def groups(rows: Sequence[Row], cases: Sequence[Case]) -> list[Group]:
 
 
 def _cause_key(bad: Sequence[Row], of: Sequence[Row], recipes: dict[str, Case]) -> tuple[str, ...]:
-    """Return a key equal for tensors whose failures have the same cause or, if none is found, fail in the same cases."""
+    """Return a key that tensors share if their failures have one cause or, if none is found, are in the same cases."""
     names = {row.case for row in bad}
     failing = [_facts(recipes[name]) for name in names if name in recipes]
     holding = [_facts(recipes[row.case]) for row in of if row.case not in names and row.case in recipes]

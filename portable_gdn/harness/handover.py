@@ -55,8 +55,10 @@ class Carried(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """One tensor of one case after the second half: its error and budget (relative L2 norms, worst head), and whether it
-    is within the budget."""
+    """One tensor of one case after the second half, with its error and budget and whether it is within the budget.
+
+    Figures are relative L2 norms, those of the worst head.
+    """
 
     case: str
     tensor: str
