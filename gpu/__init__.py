@@ -1,4 +1,4 @@
-"""The GPU backend: flash-linear-attention's Triton kernels, and what they will take on a GPU (``portable_gdn.gpu``).
+"""The GPU backend (``portable_gdn.gpu``): flash-linear-attention's Triton kernels, and reports of compiled kernels.
 
 from portable_gdn.gpu import compile_report
 print(compile_report(kernel, {"x": "*bf16"}, sizes={"n": 4096}, arch="sm_90"))  # compiled here, without a GPU

@@ -1,22 +1,22 @@
-"""A call on FLA's kernels: operands as FLA wants them, and around what FLA cannot do.
+"""A call on FLA's kernels: it converts operands to FLA's form, and computes what FLA cannot.
 
 | ours | FLA's | note |
 |---|---|---|
 | q, k [B, T, H, K]; v [B, T, HV, V] | q, k, v | in the inputs' dtype; float32 for precision "highest" |
-| g [B, T, HV], [B, T, HV, n] or [B, T, HV, K] | g | float32, natural log; zeros where there is none |
+| g [B, T, HV], [B, T, HV, n] or [B, T, HV, K] | g | float32, natural log; zeros if there is none |
 | beta [B, T, HV] | beta | float32 |
 | erase [B, T, HV, K], write [B, T, HV, V] | b, w | float32 |
 | scale | scale | always given |
-| states [N, HV, K, V] | initial_state | float32, K first: state_v_first stays False; always given and asked for |
+| states [N, HV, K, V] | initial_state | float32, K first (state_v_first stays False); always given and returned |
 | cu_seqlens | cu_seqlens, cu_seqlens_cpu | without empty sequences; ends at T; on the host for index tables |
-| chunk_size | chunk_size | where given |
-| gate, mask, conv | | done before, in float32 (``spec.prologue``) |
-| output_norm, z | x, g, weight of ``rms_norm_gated`` or ``rms_norm`` | behind the rule (``norm.py``) |
-| qk_l2norm | ``l2norm``, or use_qk_l2norm_in_kernel | before, in float32, where operands are float32 |
+| chunk_size | chunk_size | if given |
+| gate, mask, conv | | computed before the rule, in float32 (``spec.prologue``) |
+| output_norm, z | x, g, weight of ``rms_norm_gated`` or ``rms_norm`` | after the rule (``norm.py``) |
+| qk_l2norm | ``l2norm``, or use_qk_l2norm_in_kernel | before the rule, in float32, if operands are float32 |
 
-``operations.py`` has which of FLA's operations that is. Calls of one token that want no gradient take its recurrent
-form, everything else its chunk form.
-``rule.py`` has what is done about resets, ``compiled.py`` the same as one operation of torch.compile.
+``operations.py`` chooses FLA's operation. Calls of one token that need no gradient use its recurrent form, and all
+other calls its chunk form. ``rule.py`` handles resets, and ``compiled.py`` makes the rule one operation of
+torch.compile.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = ["Ready", "products_of_float32", "ready", "run", "settings_of"]
 
 
 def settings_of(s: Signature) -> Settings:
-    """How a call's kernels are launched. IEEE products can be asked for on NVIDIA's GPUs."""
+    """Return the settings with which a call's kernels are launched. Only NVIDIA's GPUs have a choice of IEEE products."""
     nvidia = torch.version.hip is None and s.device == "cuda"
     return Settings(s.deterministic, nvidia and s.precision == "highest")
 
 
 def products_of_float32(s: Signature) -> str:
-    """What becomes of float32 operands of a call's products here, where the kernel does not say."""
+    """Return the precision of a call's float32 products on this machine in kernels that do not specify one."""
     return products(settings_of(s).ieee)
 
 
@@ -62,7 +62,7 @@ def run(problem: Problem) -> Result:
             "FLA's kernels cannot run under torch.func (grad, vmap, ...); backend 'torch' can, and torch.autograd "
             "differentiates FLA's."
         )
-    with torch.autocast(like.device.type, enabled=False):  # it would round what must not be rounded
+    with torch.autocast(like.device.type, enabled=False):  # autocast would round what must not be rounded
         call = ready(s, x)
         bounds, differentiated = x.get("cu_seqlens"), any(getattr(a, "requires_grad", False) for a in x.values())
         compute = one_operation if torch.compiler.is_compiling() else apply
@@ -74,7 +74,10 @@ def run(problem: Problem) -> Result:
 
 
 class Ready(NamedTuple):
-    """Fitted operands; whether q and k are still to be normalised; S [N, HV, K, V]; see ``spec.prologue.Prepared``."""
+    """The operands for FLA, the states S [N, HV, K, V], and whether q and k must still be normalised.
+
+    Operands are as in ``spec.prologue.Prepared``, in the form that the operation takes.
+    """
 
     operands: Operands
     raw: bool
@@ -84,7 +87,7 @@ class Ready(NamedTuple):
 
 
 def ready(s: Signature, x: dict[str, Any]) -> Ready:
-    """What FLA gets. Without a convolution 16-bit q, k and v are the caller's own, not copies."""
+    """Return the operands for FLA. Without a convolution, 16-bit q, k and v are the caller's tensors, not copies."""
     x = dict(boundaries_as_tensor(x))
     dtype = getattr(torch, operand_dtype(s))
     conv_state, raw = None, False

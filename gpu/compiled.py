@@ -1,4 +1,4 @@
-"""The bare rule as one operation of torch.compile, forward and backward: what it launches cannot be traced."""
+"""The bare rule as one operation of torch.compile, forward and backward, since its launches cannot be traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["one_operation"]
 def one_operation(
     rule: Rule, x: Operands, S: Tensor, bounds: Any, starts: Tensor | None, recurs: bool
 ) -> tuple[Tensor, Tensor]:
-    """``rule.apply``, while torch.compile traces."""
+    """Compute ``rule.apply`` while torch.compile traces."""
     return _rule(*x, S, bounds, starts, rule.family, rule.scale, rule.chunk, list(rule[3:]), recurs)
 
 
@@ -71,8 +71,8 @@ def _backward(
     dO: Tensor,
     dS: Tensor,
 ) -> list[Tensor]:
-    """Computes the forward pass again: what FLA saves from it does not leave its operation."""
-    # Inside an operation torch records nothing of its own, whatever enable_grad says.
+    """Compute the gradient, and for it the forward pass again: the values that FLA saves do not leave its operation."""
+    # Inside an operation torch records nothing for autograd, even with enable_grad.
     records = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with torch.enable_grad(), records:
         leaves = [None if a is None else a.detach().requires_grad_() for a in (q, k, v, g, b, w, S)]

@@ -1,4 +1,4 @@
-"""Which of FLA's operations computes which calls, and what each takes. No array library is imported here."""
+"""FLA's operations: the calls that each computes, and the operands that each takes. This imports no array library."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ __all__ = [
     "rule_of",
 ]
 
-CHUNK = 64  # FLA's own
+CHUNK = 64  # FLA's own choice
 
 
 class Family(NamedTuple):
     """One of FLA's operations.
 
-    module, chunk, recurrent: where it is imported from, and the names of both forms.
-    chunks: chunk sizes that a call may ask for. largest_K: the widest keys that its kernels take, or None.
-    by_channel: whether it takes decays by channel. grouped: whether value heads may share key heads.
-    wide: names of operands (``spec.precision``) that it keeps in float32 where the inputs have 16 bits.
-    safe: whether it has faster kernels for gates that are never below -5.
-    stores: whether its backward pass reads states between chunks as rounded as products take them.
+    Attributes:
+        module: the module to import it from.
+        chunk: the name of its chunk form.
+        recurrent: the name of its recurrent form.
+        chunks: the chunk sizes that a call may ask for.
+        wide: the names of operands (``spec.precision``) that it keeps in float32 if the inputs have 16 bits.
+        largest_K: the largest number of key channels that its kernels take, or None.
+        by_channel: whether it takes decays per channel.
+        grouped: whether value heads may share key heads.
+        safe: whether it has faster kernels for gates that are never below -5.
+        stores: whether its backward pass reads the states between chunks rounded as they enter products.
     """
 
     name: str
@@ -48,14 +53,14 @@ class Family(NamedTuple):
 
     @property
     def erases(self) -> bool:
-        """Whether it has an erase gate, and so a system to solve."""
+        """Whether it has an erase gate, and therefore a system to solve."""
         return "A" in self.wide
 
 
 def _delta(
     name: str, module: str, operation: str, chunks: tuple[int, ...], wide: tuple[str, ...], **more: bool
 ) -> Family:
-    """One that erases: K at most 256."""
+    """Return an operation with an erase gate, which takes K up to 256."""
     return Family(
         name,
         f"fla.ops.{module}",
@@ -70,13 +75,13 @@ def _delta(
 
 
 def _gla(name: str, chunks: tuple[int, ...], wide: tuple[str, ...] = (), by_channel: bool = False) -> Family:
-    """One that only decays."""
+    """Return an operation that only decays."""
     module = f"fla.ops.{name}"
     return Family(name, module, f"chunk_{name}", f"fused_recurrent_{name}", chunks, wide, by_channel=by_channel)
 
 
-# A: the scores that are inverted. KDA's and GDN-2's score gradients dA stay float32 too. (Our chunk has X where FLA
-# multiplies on with a rounded dW and dA.)
+# A are the scores that are inverted. KDA and GDN-2 also keep the gradients dA of the scores in float32. (Our chunk has
+# X where FLA continues with a rounded dW and dA.)
 FAMILIES = {
     f.name: f
     for f in (
@@ -90,7 +95,7 @@ FAMILIES = {
 
 
 def family(s: Signature) -> Family:
-    """The operation that computes a call."""
+    """Return the operation that computes a call."""
     if s.has("beta"):
         return FAMILIES["gdn" if s.groups <= 1 else "kda"]
     if s.has("erase") or s.has("write"):
@@ -99,36 +104,49 @@ def family(s: Signature) -> Family:
 
 
 def chunk_size(s: Signature) -> int:
-    """Tokens in a chunk of a call."""
+    """Return the number of tokens per chunk of a call."""
     return s.chunk_size or CHUNK
 
 
 def operand_dtype(s: Signature) -> str:
-    """The dtype in which q, k and v enter FLA's kernels; what comes out of a norm or convolution is rounded to it."""
+    """Return the dtype in which q, k and v enter FLA's kernels; results of a norm or convolution are rounded to it."""
     return "float32" if s.precision == "highest" else s.dtype
 
 
 def one_token(s: Signature) -> bool:
-    """Whether a call has a single token, which FLA's recurrent kernels are for."""
+    """Return whether a call has a single token, as FLA's recurrent kernels require."""
     return s.step or (s.T == 1 and not s.packed)
 
 
 def may_reset(s: Signature) -> bool:
-    """Whether a gate of this call can be a reset; where none can, none is looked for (it would wait for the device)."""
+    """Return whether a gate of this call can be a reset.
+
+    If none can, the call does not search for resets, which would wait for the device.
+    """
     return s.has("g") and (s.gate is None or s.gate.lower_bound is None)
 
 
 def norm_is_fused(s: Signature) -> bool:
-    """Whether FLA's kernels compute a call's output norm, unless torch.compile traces it or z is wider than q, k, v."""
+    """Return whether FLA's kernels compute a call's output norm.
+
+    They do not if torch.compile traces the call, or if z is wider than q, k and v.
+    """
     return s.norm is not None and not s.deterministic
 
 
 class Rule(NamedTuple):
-    """What of a call its kernels must know beside the operands: constants, whatever is traced.
+    """The properties of a call that its kernels need in addition to the operands; constants even while tracing.
 
-    family: name of the operation. chunk: tokens, 0 for FLA's own choice. bounded: no gate is below -5. resets: a gate
-    may be one. by_head: one decay a head. decays: there are any. raw: q and k are still to be normalised. pinned, ieee:
-    see ``launching.Settings``.
+    Attributes:
+        family: the name of the operation.
+        scale: the factor of the queries.
+        chunk: the number of tokens per chunk, or 0 for FLA's own choice.
+        bounded: whether no gate is below -5.
+        resets: whether a gate may be a reset.
+        by_head: whether there is one decay per head.
+        decays: whether there are any decays.
+        raw: whether q and k must still be normalised.
+        pinned, ieee: see ``launching.Settings``.
     """
 
     family: str
@@ -144,12 +162,12 @@ class Rule(NamedTuple):
 
     @property
     def kind(self) -> Family:
-        """The operation."""
+        """The operation of that name."""
         return FAMILIES[self.family]
 
 
 def rule_of(s: Signature, raw: bool, pinned: bool, ieee: bool) -> Rule:
-    """The rule of a call."""
+    """Return the properties of a call that its kernels need."""
     bounded = s.gate is not None and s.gate.lower_bound is not None
     chunk = s.chunk_size or 0
     return Rule(family(s).name, s.scale, chunk, bounded, may_reset(s), s.groups == 1, s.has("g"), raw, pinned, ieee)

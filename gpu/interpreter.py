@@ -1,13 +1,17 @@
 """Run FLA's Triton kernels on CPU tensors through Triton's interpreter.
 
-The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process. It then needs five
-repairs to run FLA, all made here on private names of Triton, which a new version may change; a self-test says so.
+TRITON_INTERPRET=1 chooses the interpreter for a whole process, and must be set before triton is imported. The
+interpreter then needs five repairs to run FLA. They change private names of Triton, which may differ in new versions; a
+self-test detects that.
 
-1. Autotuning times kernels on a device; here the first configuration is taken and nothing is timed.
-2. The variable of a ``for ... in range`` loop is a tensor in a compiled kernel, a Python int here; FLA calls ``.to``.
-3. bfloat16 is stored as its bits, and arithmetic runs on those; operands are widened to float32 and results rounded.
-4. FLA keeps its own reference to ``tl.gather``, which the interpreter therefore does not replace.
-5. The interpreter's list of product precisions lacks "bf16x3" and "bf16x6"; it computes all of them in float32.
+1. Autotuning times kernels on a device. Here it takes the first configuration and times nothing.
+2. The variable of a ``for ... in range`` loop is a tensor in a compiled kernel, where FLA calls its ``.to``, but a
+   Python int in the interpreter. Here it is made a tensor.
+3. The interpreter stores bfloat16 as bits and computes with these bits. Here operands are widened to float32, and
+   results rounded.
+4. FLA keeps its own reference to ``tl.gather``, which the interpreter therefore does not replace. Here it is replaced.
+5. The interpreter's list of precisions for products lacks "bf16x3" and "bf16x6". Here they are added; it computes all
+   products in float32.
 """
 
 from __future__ import annotations
@@ -29,20 +33,20 @@ __all__ = ["VARIABLE", "chosen", "possible", "repair_imported", "start"]
 
 VARIABLE = "TRITON_INTERPRET"
 WORKS = "triton 3.7 to 3.9"
-OLDEST = (3, 7)  # older ones fail in the chunk kernels; 3.7.1, 3.8.0 and 3.9.0 were seen to work
+OLDEST = (3, 7)  # older versions fail in the chunk kernels; 3.7.1, 3.8.0 and 3.9.0 are known to work
 
 
 def chosen() -> bool:
-    """Whether this process interprets Triton kernels: as triton was imported, or as it would be."""
+    """Return whether this process interprets Triton kernels, or would if triton were imported now."""
     language = getattr(sys.modules.get("triton"), "language", None)
-    kernel = getattr(language, "softmax", None)  # one of Triton's own, decorated as the import found the environment
+    kernel = getattr(language, "softmax", None)  # one of Triton's own kernels, decorated at import
     if kernel is not None:
         return type(kernel).__name__ == "InterpretedFunction"
     return os.environ.get(VARIABLE, "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def possible() -> str | None:
-    """Why this process cannot interpret them any more, as a sentence, or None."""
+    """Return a sentence that says why this process can no longer interpret kernels, or None."""
     if sys.modules.get("triton") is not None and not chosen():
         return f"triton was imported without its interpreter; start a fresh process, or one with {VARIABLE}=1"
     return None
@@ -50,17 +54,17 @@ def possible() -> str | None:
 
 @cache
 def start() -> None:
-    """Choose the interpreter, repair it and test it; once a process.
+    """Choose the interpreter, repair it and test it, once per process.
 
     Raises:
-        GdnError: this process or this version of Triton cannot.
+        GdnError: this process, or this version of Triton, cannot interpret the kernels.
     """
     why = possible()
     if why is not None:
         raise GdnError(f"backend 'fla-interpret' cannot run here: {why}.")
     os.environ[VARIABLE] = "1"
     without_other_libraries()
-    os.environ["FLA_USE_FAST_OPS"] = "0"  # functions that the interpreter lacks
+    os.environ["FLA_USE_FAST_OPS"] = "0"  # they use functions that the interpreter lacks
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -93,7 +97,7 @@ def _repair() -> None:
 
 
 def _loops(interpreter: Any) -> Any:
-    """A rewriter that makes the variable of every range loop a tensor."""
+    """Return a rewriter that makes the variable of every range loop a tensor."""
 
     class Loops(interpreter.ASTTransformer):  # type: ignore[misc]
         def visit_For(self, node: ast.For) -> ast.AST:
@@ -109,7 +113,7 @@ def _loops(interpreter: Any) -> Any:
 
 
 def _bfloat16(interpreter: Any) -> None:
-    """Compute on bfloat16 in float32 and round to nearest even, where the interpreter computes on bits."""
+    """Make the interpreter compute bfloat16 in float32, rounded to nearest even, instead of computing with its bits."""
     import triton.language as tl
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -179,13 +183,13 @@ def _bfloat16(interpreter: Any) -> None:
 
 @cache
 def repair_imported(module: str) -> None:
-    """Repair what FLA holds by itself, once for each of its modules that is imported; nothing where kernels compile."""
+    """Repair FLA's own references, once for each of its imported modules; do nothing if kernels are compiled."""
     if chosen():
         _repair_gather()
 
 
 def _repair_gather() -> None:
-    """Give FLA's modules a ``gather`` that the interpreter sees."""
+    """Give FLA's modules a ``gather`` that the interpreter can replace."""
     import triton.language as tl
 
     builtin = tl.gather
@@ -198,7 +202,7 @@ def _repair_gather() -> None:
 
 
 def _test() -> None:
-    """A bfloat16 product and a loop whose results are known."""
+    """Test a bfloat16 product in a loop whose result is known."""
     import torch
     import triton
 
@@ -211,7 +215,7 @@ def _test() -> None:
         out = torch.from_numpy(np.zeros((16, 16), np.float32))
         probe[(1,)](*bits, out)
         found = out.numpy()
-    # A loop of three products, each plus its number; by numpy, which no setting of torch's makes round.
+    # Three products, each plus its number. The reference is numpy, which no setting of torch makes round.
     if not np.array_equal(found, 3 * (a @ b) + 3):
         raise GdnError(
             f"triton {triton.__version__} cannot be made to interpret FLA's kernels: "

@@ -1,9 +1,9 @@
-"""How FLA's kernels are launched for a call, and which were.
+"""Settings for the launches of FLA's kernels in a call, and a record of the launches.
 
-By itself FLA chooses tiles by timing them and hands calls to other libraries where they are installed, and Triton
-multiplies float32 as TF32 on NVIDIA's GPUs. ``Settings`` change that for the launches within ``launching``; ``serving``
-records what served. Both stand on private names of Triton and FLA (3.7 to 3.9, 0.6.0), and are put in place when first
-needed.
+By default FLA chooses tiles by timing them and delegates calls to other libraries if they are installed, and Triton
+computes float32 products as TF32 on NVIDIA's GPUs. ``Settings`` change that for the launches within ``launching``, and
+``serving`` records the launches. Both use private names of Triton (3.7 to 3.9) and FLA (0.6.0), and are installed when
+they are first needed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ __all__ = [
     "without_other_libraries",
 ]
 
-#: Libraries to which FLA hands calls without a word, where they are installed, and what switches each off.
+#: Libraries to which FLA silently delegates calls if they are installed, and the variable that turns each off.
 OTHER_LIBRARIES = {"flash_qla": "FLA_FLASH_QLA", "flash_kda": "FLA_FLASH_KDA", "tilelang": "FLA_TILELANG"}
 
 
 class Settings(NamedTuple):
-    """pinned: FLA's own kernels in the first of their configurations that fits, so that bits do not change from run to
-    run. ieee: products of float32 in float32, except those whose kernel names another precision itself."""
+    """The settings for launches.
+
+    Attributes:
+        pinned: whether to use only FLA's own kernels, each in its first configuration that fits, so that the results do
+            not change between runs by a bit.
+        ieee: whether to compute float32 products in float32, unless a kernel specifies another precision itself.
+    """
 
     pinned: bool = False
     ieee: bool = False
 
 
 class Launch(NamedTuple):
-    """One launch, or one call that another library took: library, kernel or function, tiles, warps and stages."""
+    """One launch, or one call that another library computed: library, kernel or function, tiles, warps and stages."""
 
     library: str
     name: str
@@ -61,7 +66,7 @@ def _settings() -> Settings:
 
 @contextmanager
 def launching(settings: Settings) -> Iterator[None]:
-    """Launch so within the block, in this thread."""
+    """Apply these settings to the launches of this thread within the block."""
     if settings != Settings():
         _install()
     before, _here.settings = _settings(), settings
@@ -73,7 +78,7 @@ def launching(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def serving() -> Iterator[list[Launch]]:
-    """Record what serves the calls within the block, in every thread: a list that fills up, each entry once."""
+    """Record the launches and delegated calls of all threads within the block, in a list with each entry once."""
     _install()
     found: list[Launch] = []
     _recorders.append(found)
@@ -90,7 +95,7 @@ def _record(served: Launch) -> None:
 
 
 def others_installed() -> list[str]:
-    """Other libraries that FLA may hand a call to here."""
+    """Return the installed libraries to which FLA may delegate a call."""
     on = (name for name, switch in OTHER_LIBRARIES.items() if os.environ.get(switch, "1") != "0")
     return [name for name in on if importlib.util.find_spec(name) is not None]
 
@@ -145,7 +150,7 @@ def _install_tuning(Autotuner: Any) -> None:
                 if config.pre_hook is not None:
                     config.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **options, **config.all_kwargs()})
                 return self.fn.run(*args, **options, **config.all_kwargs())
-            except OutOfResources as error:  # before anything was launched
+            except OutOfResources as error:  # raised before anything is launched
                 why = error
         assert why is not None
         raise why
@@ -165,7 +170,7 @@ def _install_launches(JITFunction: Any, InterpretedFunction: Any) -> None:
             return compiled(self, *args, **options)
         with (
             knobs.language.scope()
-        ):  # the option has no effect but to tell this kernel from the other in Triton's caches
+        ):  # the option only distinguishes this kernel from the other in Triton's caches
             knobs.language.fp32_default = "ieee"
             return compiled(self, *args, **{**options, "default_dot_input_precision": "ieee"})
 

@@ -1,13 +1,14 @@
-"""A mixer's output norm and gate by FLA's fused kernels, forward and backward, in float32 inside.
+"""A mixer's output norm and gate by FLA's fused kernels, forward and backward, which compute in float32.
 
 | call | FLA's |
 |---|---|
 | activation silu or sigmoid of z | ``rms_norm_gated`` |
 | no gate | ``rms_norm`` |
 
-They read the rule's output as FLA's rule wrote it, in the dtype of its operands. The specification's own text stands in
-for them where a call must be deterministic, since they tune themselves by time; where torch.compile traces, which they
-do not let it; and where z has more bits than that output, to which they would round its gradient.
+They read the output in the dtype in which FLA's rule wrote it, which is that of its operands. The specification's norm
+is used instead if a call must be deterministic, since the kernels tune themselves by timing; while torch.compile
+traces, which it cannot do through the kernels; and if z has more bits than that output, to which they would round z's
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["finished", "fused_norm"]
 
 
 def finished(s: Signature, x: Mapping[str, Any], o: Tensor) -> Tensor:
-    """The rule's output o [B, T, HV, V] as the call returns it; as ``spec.prologue.finish``."""
+    """Return the rule's output o [B, T, HV, V] as the call returns it, like ``spec.prologue.finish``."""
     wide = "z" in x and x["z"].element_size() > o.element_size()
     if not norm_is_fused(s) or torch.compiler.is_compiling() or o.is_meta or wide:
         return finish(xp, s, x, o)
@@ -40,7 +41,7 @@ def finished(s: Signature, x: Mapping[str, Any], o: Tensor) -> Tensor:
 
 
 def fused_norm(o: Tensor, z: Tensor | None, weight: Tensor | None, eps: float, activation: str | None) -> Tensor:
-    """The norm of o [..., V], times weight [V] or ones, times the activated z [..., V] or nothing, in o's dtype."""
+    """Compute the norm of o [..., V] in o's dtype, times weight [V] and the activated z [..., V], if they are given."""
     if weight is None:
         weight = o.new_ones(o.shape[-1], dtype=torch.float32)
     if z is None:

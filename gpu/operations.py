@@ -1,18 +1,18 @@
-"""FLA's operations: which one computes a call, what it takes, and one call of it.
+"""FLA's operations: the one that computes a call, its operands, and the call itself.
 
 | family | calls | heads | decay |
 |---|---|---|---|
-| gdn | beta, and one decay a head or none | HV a multiple of H | by head, zeros for DeltaNet |
-| kda | beta, and finer decays | HV a multiple of H | by channel |
-| gdn2 | erase and write gates of their own | q and k repeated to HV | by channel |
-| gla | neither gate, finer decays | q and k repeated to HV | by channel |
-| simple_gla | neither gate, one decay a head or none | q and k repeated to HV | by head |
+| gdn | beta, and one decay per head or none | HV a multiple of H | per head, zeros for DeltaNet |
+| kda | beta, and finer decays | HV a multiple of H | per channel |
+| gdn2 | separate erase and write gates | q and k repeated to HV | per channel |
+| gla | neither gate, finer decays | q and k repeated to HV | per channel |
+| simple_gla | neither gate, one decay per head or none | q and k repeated to HV | per head |
 
-Decays of groups are repeated to their channels, and so are gates that FLA wants by channel. The recurrent forms take
-HV heads where the chunk forms do; they have no gradient, or none worth having, and serve calls of one token that want
-none.
+Decays of groups are repeated to their channels, and so are gates that FLA takes per channel. The recurrent forms take
+HV heads where the chunk forms do. They have no gradient, or no useful one, and are used for calls of one token that
+need no gradient.
 
-FLA takes unknown keywords without a word, so they are written out here.
+FLA silently accepts unknown keywords, so every keyword is written out here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ __all__ = ["Operands", "chunked", "fitted", "imported", "normalised", "recurrent
 
 
 class Operands(NamedTuple):
-    """Operands of the bare rule: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, n]; b and w [B, T, HV, ...] or None.
+    """The operands of the bare rule.
 
-    b and w are the erase and the write gate; where the call has a beta, b [B, T, HV, 1] is both, and w is None.
+    Attributes:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: log decay [B, T, HV, n].
+        b: the erase gate [B, T, HV, ...], or beta [B, T, HV, 1] as both gates, or None.
+        w: the write gate [B, T, HV, ...], or None.
     """
 
     q: Tensor
@@ -46,14 +51,14 @@ class Operands(NamedTuple):
     w: Tensor | None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Operands:
-        """The operands that f makes of these; those that are None stay None."""
+        """Apply f to each operand that is not None, and return the results as operands."""
         return Operands._make(None if a is None else f(a) for a in self)
 
 
 def fitted(kind: Family, x: Operands) -> Operands:
-    """Heads repeated, and gates by channel, as far as this call's operation wants them.
+    """Return operands in the form of an operation, with heads repeated and gates per channel as it requires.
 
-    GDN-2's kernels multiply its gates with k and v in the dtype of those.
+    GDN-2's kernels multiply its gates with k and v in the dtype of k and v.
     """
     q, k, v, g, b, w = x
     K = k.shape[-1]
@@ -68,7 +73,7 @@ def fitted(kind: Family, x: Operands) -> Operands:
 
 
 def _gates(kind: Family, x: Operands) -> dict[str, Tensor]:
-    """Decay and gates by FLA's names."""
+    """Return the decay and the gates under FLA's names."""
     if kind.name == "gdn2":
         return {"g": x.g, "b": _there(x.b), "w": _there(x.w)}
     g = x.g if kind.by_channel else x.g[..., 0]
@@ -81,14 +86,17 @@ def _there(a: Tensor | None) -> Tensor:
 
 
 def imported(module: str) -> Any:
-    """A module of FLA, repaired where kernels are interpreted."""
+    """Import a module of FLA, and repair it if kernels are interpreted."""
     found = importlib.import_module(module)
     interpreter.repair_imported(module)
     return found
 
 
 def chunked(rule: Rule, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host: Tensor | None) -> Any:
-    """o [B, T, HV, V] and the final states, by the chunk form; ``x`` fitted, boundaries on the device and the host."""
+    """Compute o [B, T, HV, V] and the final states by the chunk form.
+
+    ``x`` comes from ``fitted``. The boundaries are given on the device and on the host.
+    """
     kind = rule.kind
     op = getattr(imported(kind.module), kind.chunk)
     given = {"q": x.q, "k": x.k, "v": x.v, **_gates(kind, x), "initial_state": S}
@@ -102,11 +110,11 @@ def chunked(rule: Rule, x: Operands, S: Tensor, cu_seqlens: Tensor | None, host:
 
 
 def recurrent(rule: Rule, x: Operands, S: Tensor) -> Any:
-    """o [B, T, HV, V] and the final states, token by token, all in float32; without gradients."""
+    """Compute o [B, T, HV, V] and the final states token by token, all in float32, without gradients."""
     kind = rule.kind
     op = getattr(imported(kind.module), kind.recurrent)
     more: dict[str, Any] = {"use_qk_l2norm_in_kernel": True} if rule.raw else {}
-    if rule.raw and x.b is None:  # GLA's kernels have no norm
+    if rule.raw and x.b is None:  # GLA's kernels have no l2 norm
         x, more = x._replace(q=l2norm(xp, x.q.float()), k=l2norm(xp, x.k.float())), {}
     gates = _gates(kind, x)
     if kind.name == "gla":
@@ -118,6 +126,6 @@ def recurrent(rule: Rule, x: Operands, S: Tensor) -> Any:
 
 
 def normalised(x: Operands) -> Operands:
-    """q and k normalised by FLA's kernel, in float32 and then rounded to their dtype."""
+    """Return the operands with q and k normalised by FLA's kernel, in float32 and then rounded to their dtype."""
     op = imported("fla.modules.norm.l2norm").l2norm
     return x._replace(q=op(x.q, eps=L2_EPS), k=op(x.k, eps=L2_EPS))

@@ -1,7 +1,7 @@
-"""How sequences are cut at resets. Plain numpy, on the host.
+"""The cutting of sequences at resets, in numpy on the host.
 
-FLA sums gates over a chunk, and a gate of -inf makes NaN of the sum. So a sequence is cut at every token that holds a
-reset: there a new piece begins, whose first gate is 0 and whose state is zeroed where the reset was.
+FLA sums gates over a chunk, and a gate of -inf would make the sum NaN. A sequence is therefore cut at every token with
+a reset: a new piece begins there, whose first gate is 0 and whose state is set to zero where the reset was.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ __all__ = ["Pieces", "cut_heads_apart", "cut_in_turn", "whole"]
 
 
 class Pieces(NamedTuple):
-    """Runs of tokens in rows laid end to end; numpy arrays, one entry a piece.
+    """Contiguous tokens of rows laid end to end, as numpy arrays with one entry per piece.
 
-    begin, end: its tokens, possibly none.
-    state: row of the states that it reads; fresh: whether it starts from zeros instead.
+    Attributes:
+        begin: the first token of the piece.
+        end: the token after its last one; equal to ``begin`` if the piece is empty.
+        state: the row of the states that it reads.
+        fresh: whether it starts from zeros instead.
     """
 
     begin: np.ndarray
@@ -29,15 +32,17 @@ class Pieces(NamedTuple):
 
 
 def whole(sequences: Placed) -> Pieces:
-    """Every sequence one piece."""
+    """Return every sequence as one piece."""
     return Pieces(sequences.begin, sequences.end, sequences.state, sequences.fresh)
 
 
 def cut_heads_apart(sequences: Placed, reset: np.ndarray) -> tuple[Pieces, np.ndarray]:
-    """Pieces of heads laid end to end, for resets [tokens, heads]; and the last piece of each (sequence, head).
+    """Cut heads laid end to end at their resets [tokens, heads].
 
-    A piece behind a reset owes nothing to what came before it, so all run at once, however many there are. State rows
-    are those of (sequence, head), flattened.
+    A piece after a reset does not depend on anything before it, so all pieces run at once, however many there are.
+
+    Returns:
+        The pieces, whose rows of states are those of (sequence, head), flattened; and the last piece of each of these.
     """
     tokens, heads = reset.shape
     rows: list[tuple[int, int, int, bool]] = []
@@ -54,10 +59,13 @@ def cut_heads_apart(sequences: Placed, reset: np.ndarray) -> tuple[Pieces, np.nd
 
 
 def cut_in_turn(sequences: Placed, reset: np.ndarray) -> list[Pieces]:
-    """Turns of pieces of different sequences, for tokens [tokens] that reset some channels only.
+    """Cut sequences at tokens [tokens] that reset only some channels.
 
-    A piece starts from what the piece before it left in the other channels, so those of one sequence run in turn;
-    their ``state`` is the sequence.
+    A piece starts from the state that the piece before it left in the other channels, so the pieces of one sequence run
+    one after another.
+
+    Returns:
+        The turns, each with at most one piece of every sequence; the ``state`` of a piece is its sequence.
     """
     cuts = []
     for b, e in zip(sequences.begin.tolist(), sequences.end.tolist(), strict=True):

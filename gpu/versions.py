@@ -1,4 +1,4 @@
-"""What compiles kernels here: what of it is missing, and its versions."""
+"""The packages that compile kernels: which are missing, and their versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = {"torch": ("torch",), "triton": ("triton",), "fla": ("flash-linear-at
 
 
 def missing(modules: Sequence[str] = tuple(PACKAGES)) -> str | None:
-    """The first of these modules that is not installed, as a sentence."""
+    """Return a sentence that names the first of these modules that is not installed, or None."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             return f"{PACKAGES[module][0]} is not installed; `pip install 'portable-gdn[gpu]'` brings it."
@@ -20,7 +20,7 @@ def missing(modules: Sequence[str] = tuple(PACKAGES)) -> str | None:
 
 
 def versions(modules: Sequence[str] = ("triton", "fla")) -> dict[str, str]:
-    """Versions by distribution; FLA comes as one package or, without layers and models, as its core alone."""
+    """Return versions by distribution. FLA is installed as a whole or, without layers and models, as its core only."""
     found = {}
     for module in modules:
         for name in PACKAGES[module]:

@@ -1,4 +1,4 @@
-"""The proof: cases, recordings, comparisons of backends with the oracle and with each other, properties, doctor."""
+"""The harness that tests backends: cases, recordings, comparisons, properties and the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two backends, or a recording and a backend, stage by stage on the same cases."""
+"""The comparison of two backends, or of a recording and a backend, stage by stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Bisected", "bisect"]
 
 
 def _unseen(case: CaseComparison) -> str:
-    """What it means that the results of a case differ and its stages do not."""
+    """Explain how the results of a case can differ although its stages do not."""
     wrong = [t.tensor for t in case.tensors if not t.holds]
     lead = f"no stage parts, and yet {and_list(wrong)} {'does' if len(wrong) == 1 else 'do'}"
     if all(tensor.startswith("grad_") for tensor in wrong):
@@ -28,7 +28,7 @@ def _unseen(case: CaseComparison) -> str:
 
 @dataclass
 class Bisected:
-    """What the stages say of each case: where it parts, or that it does not; and what could not be compared."""
+    """The result for each case: the stage at which the sides begin to differ, if they do; and what was not compared."""
 
     a: str
     b: str
@@ -37,11 +37,11 @@ class Bisected:
 
     @property
     def agree(self) -> bool:
-        """Whether stages of some case were compared, and all agree, and all results too."""
+        """Whether the stages of at least one case were compared, and all stages and results agree."""
         return any(case.errors for case in self.cases) and all(case.parting is None and case.ok for case in self.cases)
 
     def lines(self) -> Iterator[str]:
-        """A line a case that parts, one for each remark, and what was left out."""
+        """Yield a line for each case whose sides differ, for each remark, and for each case left out."""
         for case in self.cases:
             if case.parting is not None:
                 yield f"{case.case}: {case.parting.sentence(*case.apart)}"
@@ -54,7 +54,7 @@ class Bisected:
             yield f"not compared: {name}: {why}"
 
     def sentence(self) -> str:
-        """The verdict."""
+        """The verdict as a sentence."""
         probed = sum(bool(case.errors) for case in self.cases)
         if not probed:
             return f"No stages of {self.a} and {self.b} could be compared: that is a failure, not a pass."
@@ -66,7 +66,7 @@ class Bisected:
         return f"{self.a} and {self.b} part in {len(apart)} of {len(self.cases)} cases, first at {where}."
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result as a dictionary for JSON."""
         return {
             "agree": self.agree,
             "sentence": self.sentence(),
@@ -93,10 +93,14 @@ def bisect(
     settings: Settings,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Bisected:
-    """Compare stages case by case.
+    """Compare the stages of two sides case by case.
 
     Args:
-        settings: of both sides; of a recording only the chunk size is taken over, where none is given.
+        first: a backend, or a recording.
+        second: the backend to compare with it.
+        cases: the cases to compare.
+        settings: the settings for both sides. If they have no chunk size, that of the recording is used.
+        progress: called with (description, number done, number of all).
 
     Raises:
         GdnError: a recording is damaged.

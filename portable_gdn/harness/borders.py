@@ -1,7 +1,7 @@
-"""States at chunk borders and outputs of any backend, had without a probe, by calls that end at each border.
+"""States at chunk borders, and outputs, of backends without a probe: one call ends at each border.
 
-The state at a border is the final state of a call on the tokens before it. So it is what the backend's own chunks make
-of them, however they are joined; of a call cut into pieces it would not be.
+The state at a border is the final state of a call on the tokens before it. The backend's own chunks have thus computed
+it, however they are joined; this would not be so for a call cut into pieces.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from .cases import TOKENS, Inputs, rows_of
 
 __all__ = ["MOST", "at_borders"]
 
-#: Chunks a row at most: with more tokens borders lie further apart, since every border costs a call.
+#: The largest number of chunks per row. Longer rows have borders further apart, since every border costs a call.
 MOST = 16
 
 
 def at_borders(
     backend: Backend, inputs: Inputs, size: int, found: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[Any, ...]]:
-    """Stages "state" (before and after each chunk) and "output", in the form of ``spec.probe``.
+    """Compute the stages "state" (before and after each chunk) and "output", in the form of ``spec.probe``.
 
     Args:
-        inputs: the call; packed sequences give rows of their own, as ``cases.in_rows`` has them.
-        size: tokens a chunk, a power of two; as often doubled as a row would have more than ``MOST`` of them.
-        found: o and state of the whole call. T is at least 1.
+        backend: the backend.
+        inputs: the call, with T at least 1. Packed sequences become rows, as in ``cases.in_rows``.
+        size: the number of tokens per chunk, a power of two. It is doubled until no row has more than ``MOST`` chunks.
+        found: o and state of the whole call.
 
     Raises:
         GdnError: the backend refuses a call.
@@ -66,13 +67,13 @@ def _kv(state: Any, options: Options) -> np.ndarray:
 
 
 def _alone(x: Mapping[str, Any], n: int, begin: int, end: int) -> dict[str, Any]:
-    """One packed sequence as a row."""
+    """Return one packed sequence as a row of its own."""
     found = {name: a[:, begin:end] if name in TOKENS else a for name, a in x.items() if name != "cu_seqlens"}
     return {name: a[n : n + 1] if name in ("initial_state", "conv_state") else a for name, a in found.items()}
 
 
 def _state(backend: Backend, x: Mapping[str, Any], options: Options, border: int) -> np.ndarray:
-    """The state behind the first tokens of every row."""
+    """Return the state after the first ``border`` tokens of every row."""
     before = {name: a[:, :border] if name in TOKENS else a for name, a in x.items()}
     options = options._replace(output_final_state=True)
     problem, _ = door.normalise(backend.from_numpy(before), options, backend.name)

@@ -1,9 +1,9 @@
-"""Record what reaches the gated delta rule inside transformers' own layers, and what they return.
+"""Record the inputs and outputs of the gated delta rule inside layers of transformers.
 
-Each model is tiny and has random weights of realistic size; real text is fed to it as bytes, and the last of
-its layers is recorded, so that the operands come out of an embedding, norms, attention, a feed-forward block,
-another linear layer, a short convolution and the gates, as they do in a trained model. The result is a file
-that ``portable_gdn.harness.recordings`` reads; its docstring has the names and shapes.
+Each model is tiny and has random weights of realistic size. It reads real text as bytes, and its last layer is
+recorded, so that the operands come out of an embedding, norms, attention, a feed-forward block, another linear layer, a
+short convolution and the gates, as they do in a trained model. The result is a file that
+``portable_gdn.harness.recordings`` reads; the docstring of that module lists names and shapes.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TEXT = (
 TOKENS = 150
 """Two chunks of 64 tokens and a ragged third."""
 PREFIX = 90
-"""Tokens in the cache before the second, continued call; not a multiple of 64 either."""
+"""The number of tokens in the cache before the second, continued call; not a multiple of 64 either."""
 SEED = 20240917
 
 
 _GATES = tuple(
     f"{name}.weight" for name in ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj")
-)  # projections whose output becomes g or beta
+)  # projections whose outputs become g or beta
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Where a model calls the rule, and a configuration of three layers, the last of them linear."""
+    """The place where a model calls the rule, and a configuration of three layers, of which the last is linear."""
 
-    module: str  # modelling module under transformers.models
-    rule: str  # its function that computes the rule over many tokens
-    attention: str  # name of the linear-attention module in a decoder layer
+    module: str  # the modelling module under transformers.models
+    rule: str  # the function in it that computes the rule over many tokens
+    attention: str  # the name of the linear-attention module in a decoder layer
     variant: str
     key_heads: int
     config: Mapping[str, Any]
@@ -106,20 +106,20 @@ MODELS = tuple(_MODELS)
 
 
 def capture(model: str, out_dir: Path) -> Path:
-    """Run a tiny ``model`` on CPU and write ``<out_dir>/<model>.safetensors``.
+    """Run a tiny ``model`` on the CPU and write ``<out_dir>/<model>.safetensors``.
 
-    The file is replaced at once, or not at all. With the same torch and transformers on the same kind of
-    CPU, its bytes are always the same.
+    The file is written completely or not at all. With equal versions of torch and transformers on the same kind of CPU,
+    its bytes are always identical.
 
     Args:
         model: one of ``MODELS``.
-        out_dir: folder for the file; made if it does not exist.
+        out_dir: the folder for the file; it is created if it does not exist.
 
     Returns:
         The path of the file.
 
     Raises:
-        GdnError: the model is not known, torch or transformers is missing or unsuitable, or fla is loaded.
+        GdnError: the model is unknown, torch or transformers is missing or unsuitable, or fla is already imported.
     """
     if model not in _MODELS:
         raise GdnError(f"model is {model!r}; it must be one of {', '.join(MODELS)}.")
@@ -136,7 +136,7 @@ def capture(model: str, out_dir: Path) -> Path:
 
         threads = torch.get_num_threads()
         with undisturbed(products=True), torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.set_num_threads(1)  # the order of additions, and so the bytes, may depend on the threads
+            torch.set_num_threads(1)  # the order of additions, and so the bytes, may depend on the number of threads
             try:
                 first, step, layer = _run(model, modelling)
             finally:
@@ -175,10 +175,10 @@ def capture(model: str, out_dir: Path) -> Path:
 
 @contextmanager
 def _without_fla() -> Iterator[None]:
-    """Keep fla and causal_conv1d out while a modelling file is imported.
+    """Hide fla and causal_conv1d while a modelling file is imported.
 
-    transformers binds their GPU kernels to a layer as soon as the packages can be imported, even where only
-    a CPU is present, and every forward pass on CPU then fails.
+    transformers uses their GPU kernels in a layer if the packages can be imported, even if there is only a CPU, and
+    every forward pass on the CPU then fails.
     """
     names = ("fla", "causal_conv1d")
     for name in names:
@@ -200,16 +200,16 @@ def _without_fla() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of the rule: its arrays (shapes as in ``recordings``) and how it was asked to compute."""
+    """One call of the rule: its arrays (shapes as in ``recordings``) and its options."""
 
     arrays: dict[str, np.ndarray]
     initial_state: np.ndarray | None
     qk_l2norm: bool
-    repeated: bool  # whether q and k came repeated to the value heads
+    repeated: bool  # whether q and k were already repeated to the value heads
 
 
 def _run(model: str, modelling: Any) -> tuple[_Call, _Call, str]:
-    """Build the model and feed it the text, at once and in two parts.
+    """Build the model and give it the text, once as a whole and once in two parts.
 
     Returns:
         The last layer's call for the whole text, its call for the second part, and its module path.
@@ -231,7 +231,7 @@ def _run(model: str, modelling: Any) -> tuple[_Call, _Call, str]:
     with _recorded_calls(modelling, spec) as calls:
         network(input_ids=tokens, use_cache=True)
         first = calls[-1]
-        # transformers is renaming this argument; the cache object is the same, and updated in place.
+        # transformers is renaming this argument. The cache object is the same under both names, and updated in place.
         name = "cache" if "cache" in inspect.signature(network.forward).parameters else "past_key_values"
         cache = {name: DynamicCache(config=config)}
         network(input_ids=tokens[:, :PREFIX], use_cache=True, **cache)
@@ -241,10 +241,10 @@ def _run(model: str, modelling: Any) -> tuple[_Call, _Call, str]:
 
 
 def _set_weights(network: Any) -> None:
-    """Draw weights that give activations the size they have in a trained model.
+    """Draw weights that give activations of the size that they have in a trained model.
 
-    The initial weights of transformers leave q, k and v near zero, all gates near their middle, and the norms
-    at a value where a forgotten ``1 +`` does not show.
+    The initial weights of transformers leave q, k and v near zero, all gates near the middle of their range, and the
+    norms at a value at which a forgotten ``1 +`` makes no difference.
     """
     import torch
 
@@ -253,26 +253,26 @@ def _set_weights(network: Any) -> None:
         if name.endswith("A_log"):
             weight.copy_(torch.empty_like(weight).uniform_(1.0, 16.0).log())
         elif name.endswith("dt_bias"):
-            # Below zero, as after training: most tokens decay little, some a lot.
+            # Below zero, as after training, so that most tokens decay little and some a lot.
             weight.copy_(noise - 3.0)
         elif "norm" in name:
             weight.add_(0.1 * noise)
         else:
-            # Unit variance out for unit variance in; the gates' inputs are wider, to spread the gates.
+            # Unit variance in gives unit variance out; the gates' inputs are wider, to spread the gates.
             gain = 1.5 if name.endswith(_GATES) else 1.0
             weight.copy_(noise * gain * weight.shape[-1] ** -0.5)
 
 
 @contextmanager
 def _recorded_calls(modelling: Any, spec: _Model) -> Iterator[list[_Call]]:
-    """Replace the rule in the modelling file by one that also records its calls, in order."""
+    """Replace the rule in the modelling file with one that also records its calls, in order."""
     calls: list[_Call] = []
     rule: Callable[..., Any] = getattr(modelling, spec.rule)
 
     def recording_rule(
         query: Any, key: Any, value: Any, g: Any, beta: Any, initial_state: Any = None, **kwargs: Any
     ) -> tuple[Any, Any]:
-        # Copied before the call: the layer's cache overwrites the state in place.
+        # Copied before the call, because the layer's cache overwrites the state in place.
         before = None if initial_state is None else _numpy(initial_state)
         o, state = rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **kwargs)
         q, repeated = _key_heads(_numpy(query), spec.key_heads)
@@ -290,7 +290,7 @@ def _recorded_calls(modelling: Any, spec: _Model) -> Iterator[list[_Call]]:
 
 
 def _numpy(tensor: Any) -> np.ndarray:
-    """A copy of a float32 tensor; any other dtype is an error, because a cast would hide what was passed."""
+    """Copy a float32 tensor. Any other dtype is an error, because a cast would hide what was passed."""
     if str(tensor.dtype) != "torch.float32":
         raise GdnError(f"an operand of the rule has dtype {tensor.dtype}; it must be torch.float32.")
     return np.array(tensor.detach().cpu().numpy())
@@ -300,8 +300,8 @@ def _key_heads(x: np.ndarray, heads: int) -> tuple[np.ndarray, bool]:
     """Undo a repetition of q or k [1, T, HV, K] to the value heads.
 
     Returns:
-        The array [1, T, heads, K], and whether it was repeated (some versions of transformers repeat it
-        in the layer, others inside the rule).
+        The array [1, T, heads, K], and whether it was repeated: some versions of transformers repeat it in the layer,
+        others inside the rule.
     """
     if x.shape[2] == heads:
         return x, False
@@ -312,7 +312,7 @@ def _key_heads(x: np.ndarray, heads: int) -> tuple[np.ndarray, bool]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Path:
-    """Write a recording in one step, its bytes always in the same order, and read it back."""
+    """Write a recording in one step, with its bytes always in the same order, and read it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TensorWriter(path) as file:
         file.metadata = dict(sorted(metadata.items()))

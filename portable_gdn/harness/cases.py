@@ -1,7 +1,7 @@
-"""The cases of the proof: designed ones, a pairwise plan, and activations of real model layers.
+"""The cases of the proof: designed cases, a pairwise plan, and activations of real model layers.
 
-Each is aimed at a kind of fault: strong gates and resets, repeated and correlated keys, lengths around a chunk, value
-heads that share key heads, states that are not zero, packed, segmented and padded sequences.
+Each case targets a kind of fault: strong gates and resets, repeated and correlated keys, lengths around a chunk, value
+heads that share key heads, states that are not zero, and packed, segmented and padded sequences.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ __all__ = [
     "strengths",
 ]  # fmt: skip
 
-#: Operands [B, T, ...] or, of a single step, [B, ...].
+#: Operands [B, T, ...], or [B, ...] in a single step.
 TOKENS = WITH_TOKENS
-#: Decay kinds; -104 and less is a hard reset.
+#: The kinds of decay; a log decay of -104 or less is a hard reset.
 GATES = ("mild", "zero", "half zero", "-3 each", "-20 each", "one -100", "one -1e6", "one -inf", "many resets")
 PACKED = {"packed": (37, 1, 64, 90), "packed with empties": (0, 64, 0, 0, 1, 63, 65, 0)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe for one call; ``build`` makes its arrays.
+    """A recipe for one call, from which ``build`` makes the arrays.
 
-    variant: a name of ``spec.variants``. layout: "rows", "packed", "packed with empties", "segments",
-    "left padding", "right padding", "holes" or "step". gate: None, "softplus" or "bounded". conv: width of a short
-    convolution, or None. norm, of a mixer alone: "silu" or "sigmoid" behind an output norm, "alone" for a norm without
-    a gate, or None.
-    essential: whether backends for which each new shape costs seconds run it in the quick proof.
+    ``variant`` is a name of ``spec.variants``. ``layout`` is "rows", "packed", "packed with empties", "segments", "left
+    padding", "right padding", "holes" or "step". ``gate`` is None, "softplus" or "bounded". ``conv`` is the width of a
+    short convolution, or None. ``norm`` (only for a mixer) is "silu" or "sigmoid" for an output norm with that gate,
+    "alone" for one without a gate, or None. ``essential`` says whether backends that need seconds for each new shape
+    run the case in the quick proof.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Case:
     conv: int | None = None
     essential: bool = False
     seed: int = 1
-    source: str | None = None  # a recording's file name, instead of the recipe
+    source: str | None = None  # the file name of a recording, used instead of the recipe
     prefix: str = ""
     norm: str | None = None
 
 
 class Inputs(NamedTuple):
-    """One case as numpy arrays: the call's operands and options, cotangents, and outputs that came with a recording."""
+    """One case as numpy arrays: the operands and options of the call, cotangents, and the outputs of a recording."""
 
     operands: dict[str, Any]
     options: Options
@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
 
 
 def rows_of(a: np.ndarray, cu_seqlens: Any) -> np.ndarray:
-    """Packed sequences [1, T, ...] as rows [N, longest, ...], filled up with zeros."""
+    """Return packed sequences [1, T, ...] as rows [N, length of the longest, ...], padded with zeros."""
     lengths = np.diff(np.asarray(cu_seqlens))
     valid = np.arange(lengths.max(initial=0)) < lengths[:, None]
     rows = np.zeros((*valid.shape, *a.shape[2:]), a.dtype)
@@ -87,9 +87,9 @@ def rows_of(a: np.ndarray, cu_seqlens: Any) -> np.ndarray:
 
 
 def in_rows(inputs: Inputs) -> Inputs:
-    """The call with each packed sequence in a row of its own, padded on the right; another call as it is.
+    """Return the call with each packed sequence in a row of its own, padded on the right.
 
-    Cotangents stay as they are.
+    Calls without packed sequences, and all cotangents, are returned unchanged.
     """
     x = dict(inputs.operands)
     bounds = x.pop("cu_seqlens", None)
@@ -100,12 +100,12 @@ def in_rows(inputs: Inputs) -> Inputs:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """By way of float32, as ml_dtypes rounded float64 before its version 0.7: inputs never change."""
+    """Round through float32, as ml_dtypes did with float64 before its version 0.7, so that inputs never change."""
     return x.astype(np.float32).astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x.astype(dtype)
 
 
 def _unit(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Rows of length just below 1 after rounding: a key longer than 1 makes beta near 2 diverge in truth."""
+    """Scale rows to a length just below 1 after rounding: with keys longer than 1, a beta near 2 really diverges."""
     x = x / np.sqrt((x * x).sum(-1, keepdims=True))
     return x * {"float32": 1 - 2.0**-22, "float16": 1 - 2.0**-9, "bfloat16": 1 - 2.0**-6}[dtype]
 
@@ -122,7 +122,7 @@ def _keys(c: Case, shape: tuple[int, ...]) -> np.ndarray:
 def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
     T = shape[1]
     u = uniform(c.seed, "g", shape)
-    g = 0.2 * log(u)  # mean -0.2, spread as an exponential
+    g = 0.2 * log(u)  # mean -0.2, exponentially distributed
     if c.gates == "zero":
         g = np.zeros(shape)
     elif c.gates == "half zero":
@@ -130,7 +130,7 @@ def _decay(c: Case, shape: tuple[int, ...]) -> np.ndarray:
     elif c.gates.endswith(" each"):
         g = np.full(shape, float(c.gates.split()[0]))
     elif c.gates == "strong":
-        g = 100 * g  # sums so large that a rounding of one shows, where what came last must not decay
+        g = 100 * g  # such large sums that the rounding of one shows if the last values, which must not, decay by it
     elif c.gates.startswith("one"):
         g[:, 2 * T // 3 : 2 * T // 3 + 1] = float(c.gates.split()[1])
     elif c.gates == "many resets":
@@ -143,7 +143,7 @@ def _beta(c: Case, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def build(c: Case) -> Inputs:
-    """The arrays of a case."""
+    """Build the arrays of a case."""
     if c.source is not None:
         return _from_recording(c)
     lengths = PACKED.get(c.layout)
@@ -192,7 +192,7 @@ def build(c: Case) -> Inputs:
         x["mask"] = _mask(c, B, T)
         for name in PER_TOKEN:
             if name in x:
-                x[name][~x["mask"]] = np.nan  # padding may hold anything
+                x[name][~x["mask"]] = np.nan  # padding may contain anything
     step = c.layout == "step"
     if step:
         x = without_tokens(x)
@@ -247,17 +247,20 @@ def _from_recording(c: Case) -> Inputs:
 
 
 def recorded() -> list[Case]:
-    """Layers of real model code on real text: a whole call each, and a second one that continues from its state."""
+    """Return cases recorded from layers of real model code on real text.
+
+    Each layer has a whole call, and a second call that continues from a state.
+    """
     cases = []
     for path in recordings.bundled():
-        essential = path.stem in ("qwen3_next", "kimi_linear")  # a GDN and a KDA; the others have their shapes
+        essential = path.stem in ("qwen3_next", "kimi_linear")  # one GDN, one KDA; the others have their shapes
         cases.append(Case(f"{path.stem} layer", source=path.name, essential=essential))
         cases.append(Case(f"{path.stem} layer, continued", source=path.name, prefix="step_"))
     return cases
 
 
 def designed() -> list[Case]:
-    """The cases of the quick proof."""
+    """Return the cases of the quick proof."""
     C = Case
     return [
         C("one token", T=1, essential=True),
@@ -341,7 +344,7 @@ def designed() -> list[Case]:
 
 
 def cases_named(names: Iterable[str]) -> list[Case]:
-    """Designed and recorded cases of these names, in their own order."""
+    """Return the designed and recorded cases with these names, in the order of the cases."""
     wanted = set(names)
     return [case for case in [*designed(), *recorded()] if case.name in wanted]
 
@@ -371,7 +374,7 @@ _FACTORS: dict[str, Sequence[Any]] = {
 
 
 def _plan() -> Iterator[dict[str, Any]]:
-    """Rows in which any two levels of any two factors meet at least once; greedy, always the same."""
+    """Yield rows in which any two levels of any two factors meet at least once; greedy and deterministic."""
     names = list(_FACTORS)
     open_pairs = {
         (a, i, b, j)
@@ -397,7 +400,7 @@ def _plan() -> Iterator[dict[str, Any]]:
 
 
 def pairwise() -> list[Case]:
-    """The pairwise plan over variants, dtypes, lengths, head dims, heads, gates, keys, layouts and states."""
+    """Return the pairwise plan over variants, dtypes, lengths, head sizes, heads, gates, keys, layouts and states."""
     cases = []
     for i, row in enumerate(_plan()):
         (K, V), (H, HV), (keys, beta) = row["dims"], row["heads"], row["keys"]
@@ -428,7 +431,10 @@ def pairwise() -> list[Case]:
 
 
 def strengths() -> list[Case]:
-    """Every strength of the gate, by each granularity finer than a head: a kernel may fail at one, hold at the next."""
+    """Return cases for every strength of the gate at every granularity finer than per head.
+
+    A kernel may fail at one strength and hold at the next.
+    """
     kinds = ("zero", "-3 each", "-8 each", "-11.5 each", "-20 each", "one -100", "one -1e6", "one -inf")
     return [
         Case(f"strength {kind}, {variant}", variant, 70, H=1, HV=2, gates=kind, seed=300 + i)

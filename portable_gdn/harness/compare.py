@@ -1,8 +1,8 @@
-"""A recorded run against a backend of this machine, or any two runs: equal or not, case by case, and where they part.
+"""The comparison of a recorded run with a backend of this machine, or of two recorded runs, case by case.
 
-Each side is first held against the oracle, in the budget that its declared roundings allow; then the difference between
-the sides against 3 (u_a + E_a + u_b + E_b) plus both floors, per tensor and head. Where the sides had inputs of
-different dtypes, what that moves in the exact results is allowed as well.
+Each side is first compared with the oracle, within the budget of its declared roundings. Then the difference between
+the sides must be within 3 (u_a + E_a + u_b + E_b) plus the floors of both, per tensor and head. If the sides had inputs
+of different dtypes, the change that this makes in the exact results is allowed as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class SideFacts(NamedTuple):
-    """One side: what it is called, the backend, when and where it ran, with which settings."""
+    """The facts on one side: its name, its backend, when and where it ran, and with which settings."""
 
     label: str
     backend: str
@@ -50,11 +50,11 @@ class SideFacts(NamedTuple):
 
 
 class TensorComparison(NamedTuple):
-    """One tensor of one case. Verdicts of both sides against the oracle, and the difference between the sides.
+    """One tensor of one case: the verdicts on both sides against the oracle, and the difference between the sides.
 
-    Figures are relative to the exact norm of the head that uses most of its budget. judged is False where the case is
-    too ill-conditioned to judge; ok is then True. place: index of the element in which the sides differ most, and
-    values: both sides' there, and the exact one.
+    Figures are those of the head that uses most of its budget, relative to that head's exact norm. ``judged`` is False
+    if the case is too ill-conditioned to be judged; ``ok`` is then True. ``place`` is the index of the element in which
+    the sides differ most, and ``values`` are both sides' values there and the exact one.
     """
 
     tensor: str
@@ -77,17 +77,17 @@ class TensorComparison(NamedTuple):
 
     @property
     def suspects(self) -> list[int]:
-        """Whose errors are worth a look: 0 for a, 1 for b; both where only the difference is too large."""
+        """The sides whose errors need a closer look: 0 for a, 1 for b, or both if only the difference is too large."""
         bad = [i for i, verdict in enumerate((self.a, self.b)) if not verdict.ok]
         return bad or ([] if self.ok else [0, 1])
 
 
 class CaseComparison(NamedTuple):
-    """One case: its tensors, statistics of both sides by tensor, and what the stages say.
+    """One case: its tensors, the statistics of both sides by tensor, and the comparison of the stages.
 
-    errors: by stage, (error, budget) of each side that was probed, relative. parting: where the sides part, or if they
-    agree where one of them leaves the truth. remarks: what could not be compared, and why. served: what computed it on
-    each side, as ``compute.Outcome`` has it.
+    ``errors`` are the relative (error, budget) of each side that was probed, by stage. ``parting`` is where the sides
+    begin to differ or, if they agree, where one of them leaves the exact stages. ``remarks`` say what could not be
+    compared, and why. ``served`` names the code that computed the case on each side, as in ``compute.Outcome``.
     """
 
     case: str
@@ -109,7 +109,7 @@ class CaseComparison(NamedTuple):
 
 @dataclass
 class Comparison:
-    """All cases, what was not compared, and the verdict."""
+    """The result of a comparison: all cases, what was not compared, and the verdict."""
 
     a: SideFacts
     b: SideFacts
@@ -119,16 +119,16 @@ class Comparison:
 
     @property
     def judged(self) -> int:
-        """Tensors that were judged."""
+        """The number of tensors that were judged."""
         return sum(t.judged for case in self.cases for t in case.tensors)
 
     @property
     def equal(self) -> bool:
-        """Whether something was judged, nothing broke, and all of it holds."""
+        """Whether at least one tensor was judged, none exceeds its budget, and no case failed to run."""
         return self.judged > 0 and not self.failed and all(case.ok for case in self.cases)
 
     def sentence(self) -> str:
-        """The verdict."""
+        """The verdict as a sentence."""
         where = f"{self.a.label} and {self.b.label}"
         if not self.cases and not self.failed:
             return f"Nothing could be compared of {where}: that is a failure, not a pass."
@@ -146,7 +146,7 @@ class Comparison:
         return f"Not equal: {where}: {' and '.join(parts)}.{stage}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as a dictionary for JSON."""
         return {
             "equal": self.equal,
             "sentence": self.sentence(),
@@ -162,7 +162,7 @@ def _count(cases: int) -> str:
 
 
 def finite(x: Any) -> Any:
-    """JSON has no infinities."""
+    """Replace numbers that are not finite, which JSON does not have, by strings."""
     if isinstance(x, float) and not np.isfinite(x):
         return str(x)
     if isinstance(x, dict):
@@ -192,17 +192,20 @@ def compare(
     cases: Sequence[Case] | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """A recording against a backend here, case by case.
+    """Compare a recording with a backend on this machine, case by case.
 
     Args:
-        settings: of the backend; ``stages`` is taken from the recording.
-        cases: some of the recording's, instead of all.
+        recording: the recording.
+        backend: the backend.
+        settings: the settings for the backend; ``stages`` is taken from the recording.
+        cases: some of the recording's cases; None takes all.
+        progress: called with (description, number done, number of all).
 
     Raises:
-        GdnError: the recording is damaged, or the backend computes none of what it holds.
+        GdnError: the recording is damaged, or the backend computes none of its cases.
     """
     chosen = list(recording.cases) if cases is None else list(cases)
-    # Results at the backend's own chunk size, stages at the recording's, so that all of them compare.
+    # Results use the backend's own chunk size, and stages the recording's, so that all of them can be compared.
     size = settings.chunk_size or recording.stage_chunk
     settings = settings._replace(stages=recording.settings.stages, stage_chunk=size)
     recording.check(progress)
@@ -222,10 +225,16 @@ def compare(
 def compare_recordings(
     first: RunFile, second: RunFile, cases: Sequence[Case] | None = None, progress: Progress | None = None
 ) -> Comparison:
-    """Two recordings, of whatever both hold.
+    """Compare two recordings on the cases that both contain.
+
+    Args:
+        first: one recording.
+        second: the other recording.
+        cases: some of their cases; None takes all that both contain.
+        progress: called with (description, number done, number of all).
 
     Raises:
-        GdnError: one is damaged, or they have no case in common.
+        GdnError: a recording is damaged, or they have no case in common.
     """
     chosen = list(first.cases) if cases is None else list(cases)
     first.check(progress)
@@ -244,7 +253,7 @@ def compare_recordings(
 
 
 def _something(result: Comparison, recording: RunFile, other: str, cases: int) -> Comparison:
-    """The result, unless the other side has nothing to say on any case."""
+    """Return the result, or raise an error if the other side computed none of the cases."""
     if not cases:
         raise GdnError(f"{recording.path}: the recording holds no cases.")
     lead = f"{result.b.label}: "
@@ -270,7 +279,7 @@ def _own_side(backend: Backend, settings: Settings, facts: dict[str, Any]) -> Si
 
 
 def _add(result: Comparison, case: Case, a: Outcome, b: Outcome, inputs_a: Inputs, inputs_b: Inputs) -> None:
-    """Put one case into the result."""
+    """Compare one case, and add it to the result."""
     for side, outcome in ((result.a, a), (result.b, b)):
         if outcome.status == "refused":
             result.not_compared[case.name] = f"{side.label}: {outcome.why}"
@@ -284,7 +293,7 @@ def _add(result: Comparison, case: Case, a: Outcome, b: Outcome, inputs_a: Input
 def compare_case(
     case: Case, a: Outcome, b: Outcome, inputs_a: Inputs, inputs_b: Inputs, side_a: SideFacts, side_b: SideFacts
 ) -> CaseComparison:
-    """Two outcomes of one case."""
+    """Compare two outcomes of one case."""
     same = all(
         np.array_equal(np.asarray(x, np.float64), np.asarray(inputs_b.operands[n], np.float64), equal_nan=True)
         for n, x in inputs_a.operands.items()
@@ -320,7 +329,7 @@ def compare_case(
 
 
 def _beyond(tensor: str, outcome: Outcome, e: Expectation, s: Signature, starts: np.ndarray | None) -> list[str]:
-    """Sentences on a tensor beyond its budget: from which token on, in which heads, and what its values give away."""
+    """Write sentences on a tensor beyond its budget: the token it begins at, its heads, and what its values suggest."""
     value, exact = outcome.tensors[tensor], e.exact[tensor]
     place = first_beyond(tensor, value, e, s, starts)
     said = [] if place is None else [str(place)]
@@ -345,7 +354,7 @@ def _dtype(inputs: Inputs) -> Any:
 
 
 def _provenance(rounding: Rounding) -> str:
-    """Where a budget comes from."""
+    """Describe the origin of a budget."""
     base = ", sums of decays in base 2" if rounding.base2 else ""
     return f"computed: declared roundings {rounding.describe()}, chunks of {rounding.chunk_size}{base}"
 

@@ -1,4 +1,4 @@
-"""A function compiled for several TPU chips, beside what the calls in it said of the plans that they chose."""
+"""A function compiled for several TPU chips, with the plans that the calls in it chose."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ def compiled_for(
     use_cache: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[Any, str]]:
-    """For each chip the schedule of a function (or the error that there is instead), and the plan of its first call.
+    """Compile a function for each of several chips.
 
     Args:
-        chips: names.
-        make: gives the function of JAX arrays and the shapes of its arguments.
-        use_cache, progress: as ``portable_gdn.tpu.schedules`` takes them.
+        chips: the names of the chips.
+        make: returns the function of JAX arrays, and the shapes of its arguments.
+        use_cache, progress: as in ``portable_gdn.tpu.schedules``.
+
+    Returns:
+        For each chip the function's schedule, or the error that prevented it, and the plan of its first call.
 
     Raises:
-        GdnError: there is no such chip, nothing can be compiled here, or ``make`` refuses.
+        GdnError: a chip does not exist, nothing can be compiled on this machine, or ``make`` refuses.
     """
     from ..tpu.chips import chip_named, target
     from ..tpu.scheduling.build import missing, schedules
@@ -39,7 +42,7 @@ def compiled_for(
     function, args = make()
     plans: dict[str, str] = {}
 
-    def told(*args: Any) -> Any:  # traced for one chip after the other
+    def told(*args: Any) -> Any:  # traced for one chip after another
         with watch() as calls:
             out = function(*args)
         plans[target().name] = calls[0].by if calls else ""

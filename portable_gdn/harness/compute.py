@@ -1,4 +1,4 @@
-"""Cases on one backend, one after the other: in this process, or in one of the backend's own."""
+"""Run cases on one backend, one after another, in this process or in a process of the backend's own."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = [
     "one_thread", "packed_tensors", "serve_run", "tell", "unpacked", "with_settings",
 ]  # fmt: skip
 
-#: Tokens between the borders at which a backend without a probe is looked at, unless somebody says another number.
+#: The number of tokens between the borders at which a backend without a probe is inspected, unless another is given.
 CHUNK = 64
-#: Pieces of memory a process may have before compiled programs are dropped; a case adds up to a thousand.
+#: The number of memory mappings at which compiled programs are dropped; a case adds up to a thousand.
 MANY_MAPS = 10_000
 #: Parts of each stage: numpy arrays, or None where the variant has no such part.
 Stages = dict[str, tuple[Any, ...]]
@@ -45,11 +45,12 @@ PARTS = {stage: 2 if stage in ("decay", "scores", "wy", "state") else 1 for stag
 
 
 class Settings(NamedTuple):
-    """How cases are computed, beside what they say themselves.
+    """The settings with which cases are computed, in addition to the options of the cases.
 
-    precision, chunk_size: as in a call. dtype: q, k, v (and the cotangent of o) are cast to it. stages: whether stages
-    are probed too, where the backend can. emulate: a precision, whose roundings of operands on a TPU are done here.
-    stage_chunk: the chunk size that stages are probed at, if it is another one than that of the call.
+    ``precision`` and ``chunk_size`` are those of a call. q, k, v and the cotangent of o are cast to ``dtype``.
+    ``stages`` says whether stages are probed, too, if the backend can. ``emulate`` is a precision whose roundings of
+    operands on a TPU are emulated. ``stage_chunk`` is the chunk size for probing stages if it differs from that of the
+    call.
     """
 
     precision: str | None = None
@@ -60,10 +61,10 @@ class Settings(NamedTuple):
     stage_chunk: int | None = None
 
     def check(self) -> None:
-        """Refuse what no backend knows.
+        """Check the settings.
 
         Raises:
-            GdnError: in a sentence.
+            GdnError: a setting has a value that no backend knows.
         """
         for name, value, allowed in (
             ("precision", self.precision, PRECISIONS),
@@ -77,13 +78,13 @@ class Settings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one case on one backend.
+    """The outcome of one case on one backend.
 
-    status: "done" (why: if stages were wanted, why it has none, or no others than states at chunk borders and
-    outputs); "refused" (the backend does not compute such calls) or "failed" (it broke), with why.
-    tensors: o, state, conv_state, grad_*. stages: as a backend's ``probe`` returns them, empty where it has none.
-    known: what a library that the backend only calls is known to get wrong in this case, as measured; or "".
-    served: the kernels that computed it, with tiles and warps, or another library's functions, where the backend tells.
+    ``status`` is "done", "refused" (the backend does not compute such calls) or "failed", and ``why`` gives the reason;
+    for "done" with stages asked for, it says why there are none, or only states at chunk borders and outputs.
+    ``tensors`` holds o, state, conv_state and grad_*. ``stages`` are those that the backend's ``probe`` returns, or
+    empty. ``known`` is a measured error in this case of a library that the backend calls, or "". ``served`` names the
+    kernels that computed the case, with tiles and warps, or functions of other libraries, if the backend reports them.
     """
 
     case: str
@@ -98,10 +99,10 @@ class Outcome(NamedTuple):
 
 
 def backend_for(name: str, settings: Settings) -> Backend:
-    """The backend that computes with these settings.
+    """Return the backend that computes with these settings.
 
     Raises:
-        GdnError: there is none of that name, it cannot run here, or it cannot emulate a TPU.
+        GdnError: no backend has that name, it cannot run here, or it cannot emulate a TPU.
     """
     settings.check()
     backend = dispatch.get(name)
@@ -118,7 +119,7 @@ def backend_for(name: str, settings: Settings) -> Backend:
 
 
 def with_settings(inputs: Inputs, settings: Settings) -> Inputs:
-    """A case's inputs as the settings want them."""
+    """Return a case's inputs with the settings applied."""
     options = inputs.options._replace(
         precision=settings.emulate or settings.precision or inputs.options.precision,
         chunk_size=settings.chunk_size or inputs.options.chunk_size,
@@ -132,7 +133,7 @@ def with_settings(inputs: Inputs, settings: Settings) -> Inputs:
 
 
 def computed(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Results and gradients by name, as numpy arrays."""
+    """Compute results and gradients, and return them by name as numpy arrays."""
     cotangents = backend.from_numpy(inputs.cotangents)
     result, gradients = door.run_with_gradients(problem, backend, cotangents)
     found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
@@ -143,10 +144,10 @@ def computed(backend: Backend, problem: Problem, inputs: Inputs) -> dict[str, np
 
 
 def forget_programs() -> None:
-    """Drop JAX's compiled programs before they are too many for one process.
+    """Drop JAX's compiled programs before there are too many for one process.
 
-    XLA on a CPU maps each into memory in hundreds of pieces, and Linux ends a process that wants more than 65,530
-    (vm.max_map_count): a few hundred cases of different shapes.
+    XLA on a CPU makes hundreds of memory mappings for each program. Linux ends a process that needs more than 65,530
+    (vm.max_map_count), which a few hundred cases of different shapes reach.
     """
     jax, maps = sys.modules.get("jax"), Path("/proc/self/maps")
     if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
@@ -155,7 +156,7 @@ def forget_programs() -> None:
 
 @undisturbed()
 def one(backend: Backend, name: str, inputs: Inputs, settings: Settings) -> Outcome:
-    """One case, in this process; whatever the backend does becomes an outcome."""
+    """Run one case in this process; whatever the backend does, even failing, becomes an outcome."""
     refused = Outcome(name, "refused", "", {}, {}, Rounding(), 0.0)
     started = time.perf_counter()
     try:
@@ -179,13 +180,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def tell(progress: Progress | None, cases: Sequence[Case], done: int) -> None:
-    """Report so many cases as done, and the next as the one at work."""
+    """Report ``done`` cases as done, and the next one as running."""
     if progress is not None:
         progress(cases[done].name if done < len(cases) else "", done, len(cases))
 
 
 def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Sequence[Any]]:
-    """What serves the calls within, as far as the backend tells; a call without tokens is served by none."""
+    """Return the backend's ``serving`` block, or an empty one for a call without tokens, which nothing computes."""
     s = problem.signature
     return backend.serving() if s.B * s.T else nullcontext(())
 
@@ -193,13 +194,16 @@ def _serving(backend: Backend, problem: Problem) -> AbstractContextManager[Seque
 def _probed(
     backend: Backend, inputs: Inputs, settings: Settings, found: Mapping[str, np.ndarray]
 ) -> tuple[Stages, str]:
-    """The backend's stages of a call; states at chunk borders and outputs alone, and why, where it shows no others;
-    or none, and why.
+    """Return the backend's stages of a call, and a reason if they are incomplete.
 
-    Those of packed sequences are those of each in a row of its own.
+    If the backend has no probe, there are only states at chunk borders and outputs, or no stages at all. Packed
+    sequences become rows of their own.
 
     Args:
-        found: results of the call.
+        backend: the backend.
+        inputs: the call.
+        settings: the settings of the run.
+        found: the results of the call.
     """
     if not settings.stages or not found["o"].size:
         return {}, ""
@@ -211,7 +215,7 @@ def _probed(
             return _by_probe(backend, in_rows(inputs), settings), ""
         except GdnError as error:
             why = str(error)
-        except Exception as error:  # the results are there, whatever its probe does
+        except Exception as error:  # the results exist, even if the probe fails
             why = f"its probe fails: {type(error).__name__}: {error}"
     size = settings.stage_chunk or inputs.options.chunk_size or CHUNK
     try:
@@ -221,11 +225,11 @@ def _probed(
 
 
 def _by_probe(backend: Backend, inputs: Inputs, settings: Settings) -> Stages:
-    """What the backend's probe shows."""
+    """Return the stages that the backend's probe shows."""
     options = inputs.options._replace(chunk_size=settings.stage_chunk or inputs.options.chunk_size)
     try:
         problem, _ = door.normalise(backend.from_numpy(inputs.operands), options, backend.name)
-    except GdnError:  # it cannot have such chunks
+    except GdnError:  # it does not support chunks of that size
         problem, _ = door.normalise(backend.from_numpy(inputs.operands), inputs.options, backend.name)
     return {
         stage: tuple(None if a is None else np.asarray(backend.to_numpy(a)) for a in parts)
@@ -234,7 +238,7 @@ def _by_probe(backend: Backend, inputs: Inputs, settings: Settings) -> Stages:
 
 
 def packed_tensors(outcome: Outcome) -> dict[str, np.ndarray]:
-    """Results and stages of an outcome as one table, for a file; ``unpacked`` reads it back."""
+    """Return the results and stages of an outcome as one table for a file, which ``unpacked`` reads back."""
     stages = {
         f"stage/{stage}/{i}": a for stage, parts in outcome.stages.items() for i, a in enumerate(parts) if a is not None
     }
@@ -242,7 +246,7 @@ def packed_tensors(outcome: Outcome) -> dict[str, np.ndarray]:
 
 
 def unpacked(tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Stages]:
-    """Results, and stages, of a table that ``packed_tensors`` made."""
+    """Return the results and the stages of a table that ``packed_tensors`` made."""
     found = {name: a for name, a in tensors.items() if not name.startswith("stage/")}
     stages: Stages = {
         stage: tuple(tensors.get(f"stage/{stage}/{i}") for i in range(PARTS[stage]))
@@ -260,10 +264,18 @@ def each(
     recording: Path | None = None,
     in_process: bool = False,
 ) -> Iterator[tuple[Outcome, dict[str, Any]]]:
-    """Every case on one backend, with the environment it ran in; in a process of the backend's own where it wants one.
+    """Run every case on one backend, in a process of its own if the backend requires one.
 
     Args:
-        inputs: a case's inputs. recording: the file they come from, for another process.
+        backend: the backend.
+        cases: the cases.
+        settings: the settings of the run.
+        inputs: returns the inputs of a case.
+        recording: the file that the inputs come from, if another process must read them.
+        in_process: whether to stay in this process in any case.
+
+    Yields:
+        The outcome of each case, and the environment in which it ran.
     """
     if in_process or not backend.own_process:
         facts: dict[str, Any] = {}
@@ -290,7 +302,7 @@ def each(
 
 
 def _received(answer: Mapping[str, Any]) -> Iterator[Outcome]:
-    """What a worker's answer says of one case, or, if its process ended, of all those it left."""
+    """Yield the outcome of one case from a worker's answer, or, if its process ended, of all the cases it left."""
     if "ended" in answer:
         for name in answer["left"]:
             yield Outcome(name, "failed", answer["ended"], {}, {}, Rounding(), 0.0)
@@ -312,7 +324,7 @@ def _received(answer: Mapping[str, Any]) -> Iterator[Outcome]:
 
 
 def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Iterator[dict[str, Any]]:
-    """The other end: cases computed in the process at hand, arrays by a file each."""
+    """Compute cases in the child process, and pass the arrays of each through a file."""
     settings, folder = Settings(**order["settings"]), Path(order["folder"])
     backend = backend_for(order["backend"], settings)
     cases = [Case(**recipe) for recipe in order["cases"]]
@@ -329,7 +341,7 @@ def serve_run(order: Mapping[str, Any], inputs: Callable[[Case], Inputs]) -> Ite
 
 
 def as_json(rounding: Rounding) -> dict[str, Any]:
-    """The arguments that make a rounding."""
+    """Return the arguments that construct a rounding, for JSON."""
     return {
         "operands": dict(rounding.operands),
         "chunk_size": rounding.chunk_size,
@@ -339,7 +351,7 @@ def as_json(rounding: Rounding) -> dict[str, Any]:
 
 
 def one_thread() -> None:
-    """Cases are small: torch's threads, and those of numpy's BLAS, would only wait for each other."""
+    """Limit torch and numpy's BLAS to one thread: cases are small, and more threads would only wait for each other."""
     threadpool_limits(1, user_api="blas")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, which not every backend needs
     torch = sys.modules.get("torch")

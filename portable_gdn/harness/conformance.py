@@ -20,5 +20,5 @@ def test_case(gdn_backend: Any, gdn_case: Any, gdn_verify: Any) -> None:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_property(gdn_backend: Any, name: str) -> None:
-    """One property on cases drawn at random."""
+    """One property holds on cases drawn at random."""
     check(gdn_backend.name, properties=[name])

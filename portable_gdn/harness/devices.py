@@ -1,4 +1,7 @@
-"""A backend on several devices, as a backend: every call split over rows, heads or tokens (``verify --devices``)."""
+"""Backends that split every call of another backend over several devices, by rows, heads or tokens.
+
+``portable-gdn verify --devices`` uses them.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ from ..spec.problem import Options, Problem, Result, Signature
 
 __all__ = ["WAYS", "SplitBackend", "environment_of", "register_split", "split_name"]
 
-#: What of a call is split: the name, the part of a ``Sharding`` and the dimension.
+#: The ways to split a call: the name of each, the part of a ``Sharding`` and the dimension that is split.
 WAYS = {"rows": ("batch", "B"), "heads": ("heads", "HV"), "tokens": ("sequence", "T")}
 
 
 def split_name(backend: str, way: str) -> str:
-    """What the split form of a backend is called in a report."""
+    """Return the name of a backend's split form in reports."""
     return f"{backend} split by {way}"
 
 
 def environment_of(devices: int) -> dict[str, str]:
-    """Variables of a process whose CPU shows itself to JAX as so many devices.
+    """Return the environment variables that make the CPU of a process appear to JAX as this many devices.
 
     Raises:
-        GdnError: the number is none that can split anything.
+        GdnError: a call cannot be split over that number of devices.
     """
     if devices < 2:
         raise bad("devices", devices, "be at least 2")
@@ -41,13 +44,13 @@ def environment_of(devices: int) -> dict[str, str]:
 
 
 def register_split(backend: str, devices: int) -> None:
-    """Register the split forms of a backend for JAX arrays, in a process that has the devices."""
+    """Register the split forms of a backend for JAX arrays, in a process that has that many devices."""
     for way in WAYS:
         dispatch.register_backend(SplitBackend(dispatch.get(backend), way, devices))
 
 
 def options_of(s: Signature) -> Options:
-    """The options that a signature was made with."""
+    """Return the options from which a signature was made."""
     conv = s.conv
     return Options(
         s.scale, s.output_final_state, s.qk_l2norm, s.gate, s.chunk_size, s.precision, s.state_layout, s.deterministic,
@@ -57,16 +60,16 @@ def options_of(s: Signature) -> Options:
 
 
 class SplitBackend(Backend):
-    """Another backend, each call of which is split over as many of the devices as divide its dimension."""
+    """A backend that splits each call of another one over as many of the devices as divide the dimension evenly."""
 
     libraries = ("jax",)
     slow = True
 
     def __init__(self, inner: Backend, way: str, devices: int) -> None:
         """Args:
-        inner: what each device computes with.
+        inner: the backend that computes on each device.
         way: a key of ``WAYS``.
-        devices: the most that a call is split over.
+        devices: the largest number of devices to split a call over.
         """
         self.inner, self.way, self.devices = inner, way, devices
         self.name = split_name(inner.name, way)
@@ -78,11 +81,11 @@ class SplitBackend(Backend):
         return max(n for n in range(1, self.devices + 1) if size % n == 0)
 
     def unavailable(self) -> str | None:
-        """Why the inner one cannot run here, or None."""
+        """Return the reason why the inner backend cannot run here, or None."""
         return self.inner.not_here()
 
     def refuses(self, signature: Signature) -> str | None:
-        """Why it cannot compute this call: the inner one cannot, or nothing of it can be split so."""
+        """Return the reason why the inner backend cannot compute this call, or the call cannot be split; or None."""
         s = signature
         if s.B * s.T == 0:
             return "a call without tokens is not split"
@@ -100,20 +103,20 @@ class SplitBackend(Backend):
         return self.inner.refuses(s)
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable as the inner one is."""
+        """Compute a call; the result is differentiable if that of the inner backend is."""
         import jax
         import numpy as np
 
-        s = replace(problem.signature, device="traced")  # as it is where gradients are taken
+        s = replace(problem.signature, device="traced")  # as when gradients are taken
         mesh = jax.sharding.Mesh(np.array(jax.devices()[: self._parts(s)]), ("devices",))
         split = split_of(s, problem.operands, Sharding(**{WAYS[self.way][0]: "devices"}, mesh=mesh))
         assert split is not None
         return run_split(Problem(s, problem.operands), options_of(s), self.inner, self.inner.name, split)[0]
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """Operands as the inner one has them."""
+        """Convert numpy arrays to arrays of the inner backend's library."""
         return self.inner.from_numpy(operands)
 
     def rounding(self, signature: Signature) -> Rounding:
-        """The inner one's: maps of pieces are multiplied in float32."""
+        """Return the rounding of the inner backend, since the maps of pieces are multiplied in float32."""
         return self.inner.rounding(signature)

@@ -1,4 +1,4 @@
-"""What a run depends on beside the code: versions, device, driver, and the switches that change numbers."""
+"""The environment on which the results of a run depend: versions, device, driver, and switches that change numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PACKAGES = (
     "transformers",
 )  # fmt: skip
 
-#: Beginnings of names of environment variables that change what is computed, or by which code.
+#: Prefixes of environment variables that change the results, or the code that computes them.
 SWITCHES = (
     "FLA_", "TRITON_", "XLA_", "JAX_", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_", "TORCH_ALLOW_TF32",
     "CUDA_VISIBLE_DEVICES", "PORTABLE_GDN_",
 )  # fmt: skip
 
-#: Packages to which FLA hands calls by itself as soon as they are installed, unless the variable says 0.
+#: Packages to which FLA delegates calls as soon as they are installed, unless the variable is 0.
 FLA_HANDS_OVER = {"flash_qla": "FLA_FLASH_QLA", "flash_kda": "FLA_FLASH_KDA", "tilelang": "FLA_TILELANG"}
 
 
 def environment(backend: Backend) -> dict[str, Any]:
-    """Facts of this process for a run on a backend, for JSON."""
+    """Return the facts about this process that matter to a run on a backend, as a dictionary for JSON."""
     facts: dict[str, Any] = {
         "portable-gdn": __version__,
         "revision": _revision(),
@@ -57,7 +57,7 @@ def _version(name: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """The git revision of a checkout that this package runs from, with a + where files were changed; else None."""
+    """Return the git revision of the checkout that this package runs from, with a + if files were changed, or None."""
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
@@ -65,7 +65,7 @@ def _revision() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        if not git("ls-files", here.name):  # installed inside somebody else's repository
+        if not git("ls-files", here.name):  # installed inside another repository
             return None
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.TimeoutExpired):
@@ -94,7 +94,7 @@ def _torch(backend: Backend) -> dict[str, Any]:
 
 
 def _products_of_float32(torch: Any) -> str:
-    """torch's one word for it; where it was set for one library alone, which torch has no word for, that."""
+    """Return torch's setting for products of float32 or, if it was set for one library only, that library's setting."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:
@@ -105,7 +105,7 @@ def _products_of_float32(torch: Any) -> str:
 def _allows_tf32(torch: Any) -> bool:
     try:
         return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # it was set by its newer name, and then must be read by it
+    except RuntimeError:  # set under its newer name, it must be read under that name
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 

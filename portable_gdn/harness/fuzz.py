@@ -1,4 +1,4 @@
-"""Many drawn cases against one backend, for a night: so many, in so much time, by a seed; failures reproduced."""
+"""Long runs of random cases against one backend, limited by number or time, with a seed and reproducible failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Failure", "Fuzzed", "check", "fuzz", "reproducer"]
 
 
 class Failure(NamedTuple):
-    """A property that does not hold, with the smallest case found."""
+    """A property that does not hold, with the smallest failing case found."""
 
     backend: str
     property: str
@@ -29,9 +29,9 @@ class Failure(NamedTuple):
 
 @dataclass
 class Fuzzed:
-    """What was tried: cases that held and cases that the backend refused, by property; failures; seconds.
+    """The result of a run: how many cases held or were refused for each property, the failures, and the seconds taken.
 
-    asked: the properties that were to be drawn.
+    ``asked`` are the properties that the run was asked to draw cases for.
     """
 
     backend: str
@@ -45,23 +45,23 @@ class Fuzzed:
 
     @property
     def tried(self) -> int:
-        """Cases that ran."""
+        """The number of cases that ran."""
         return self.held.total() + self.refused.total() + len(self.failures)
 
     @property
     def not_drawn(self) -> list[str]:
-        """Properties that were asked for and of which not one case was tried: nothing is known of them."""
+        """The properties that were asked for but not tried on a single case, so that nothing is known about them."""
         failed = {failure.property for failure in self.failures}
         return [name for name in self.asked if not (self.held[name] or self.refused[name] or name in failed)]
 
     @property
     def not_computed(self) -> list[str]:
-        """Properties of which the backend refused every case that was drawn."""
+        """The properties for which the backend refused every case that was drawn."""
         failed = {failure.property for failure in self.failures}
         return [name for name in self.asked if self.refused[name] and not self.held[name] and name not in failed]
 
     def sentence(self) -> str:
-        """What was found, and what was not looked at, after the word "holds" or "fails"."""
+        """Return what was found and what was not tried, as a phrase that follows the word "holds" or "fails"."""
         if not self.held and not self.failures:
             return "nothing was computed"
         failures = len(self.failures)
@@ -76,7 +76,7 @@ class Fuzzed:
         return said + ("; interrupted" if self.interrupted else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result as a dictionary for JSON."""
         return {
             "backend": self.backend,
             "seed": self.seed,
@@ -101,16 +101,25 @@ def fuzz(
     batch: int = 100,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Fuzzed:
-    """Draw cases for each property in turn until there are enough, the time is up, or somebody interrupts it.
+    """Draw cases for each property in turn until there are enough, the time is up, or the user interrupts the run.
 
-    The same seed and number of cases draw the same cases. Each property gets its share of them: the rounds, in which
-    each is drawn once, begin small and grow to ``batch`` cases a property, so that a short time reaches all of them,
-    too. Cases of which a property says nothing are drawn again and do not count.
+    Equal seeds and numbers of cases draw equal cases. Each property gets an equal share of them. Every round draws
+    cases for each property; rounds begin small and grow to ``batch`` cases per property, so that a short run also
+    reaches all properties. Cases to which a property does not apply are drawn again and do not count.
 
-    A property that fails is shrunk to its smallest case and left alone from then on.
+    When a property fails, its case is shrunk to the smallest failing one, and the property is not tried again.
+
+    Args:
+        backend: the name of the backend.
+        cases: the number of cases of all properties together.
+        seconds: the time limit, or None.
+        seed: the seed of the random cases.
+        properties: the names of the properties; None takes all.
+        batch: the largest number of cases per property and round.
+        progress: called with (description, number done, number of all).
 
     Raises:
-        GdnError: hypothesis is not installed, or there is no such backend or property here.
+        GdnError: hypothesis is not installed, or there is no such backend or property.
     """
     names = list(dict.fromkeys(PROPERTIES if properties is None else properties))
     for name in names:
@@ -138,13 +147,13 @@ def fuzz(
                 if not _batch(found, name, count, seed + number, over, progress, cases):
                     names.remove(name)
             number += 1
-    except KeyboardInterrupt:  # what was found until then is worth having
+    except KeyboardInterrupt:  # keep what was found so far
         found.interrupted = True
     found.seconds = time.perf_counter() - started
     return found
 
 
-#: Cases of each property in the first round; every later one has twice as many, up to a batch.
+#: The number of cases per property in the first round; each later round has twice as many, up to a batch.
 FIRST_ROUND = 10
 
 Progress = Callable[[str, int, int], None]
@@ -153,7 +162,7 @@ Progress = Callable[[str, int, int], None]
 def _batch(
     found: Fuzzed, name: str, count: int, seed: int, over: Callable[[], bool], progress: Progress | None, of: int
 ) -> bool:
-    """Some cases of one property; whether all hold. ``of``: the number of cases in all, for ``progress``."""
+    """Try some cases of one property, and return whether all hold; ``progress`` is told of ``of`` cases in total."""
     try:
         import hypothesis
     except ImportError:
@@ -177,19 +186,19 @@ def _batch(
             hypothesis.reject()
         except Refused:
             table = found.refused
-        except Exception as error:  # a backend that breaks violates every property
+        except Exception as error:  # a backend that fails violates every property
             failing.append((case, error))
             raise
         else:
             table = found.held
-        if not failing:  # what shrinking tries does not count
+        if not failing:  # cases tried while shrinking do not count
             table[name] += 1
             if progress is not None:
                 progress(name, min(found.tried, of), of)
 
     try:
         run()
-    except hypothesis.errors.Unsatisfiable:  # whatever is drawn, the property says nothing of it
+    except hypothesis.errors.Unsatisfiable:  # the property applies to no case that can be drawn
         return True
     except Exception:
         if not failing:
@@ -202,7 +211,7 @@ def _batch(
 
 
 def reproducer(failure: Failure, folder: Path) -> Path:
-    """One file that shows the failure again: ``python FILE``."""
+    """Write a file that reproduces the failure with ``python FILE``, and return its path."""
     plain = Case("drawn")
     said = ", ".join(
         f"{f.name}={getattr(failure.case, f.name)!r}"
@@ -224,14 +233,20 @@ def reproducer(failure: Failure, folder: Path) -> Path:
 
 
 def check(backend: Backend | str, examples: int = 25, seed: int = 0, properties: Any = None) -> Counter[str]:
-    """Draw ``examples`` cases for every property and hold the backend to them; how many were computed, by property.
+    """Test a backend on ``examples`` random cases for every property.
 
     Args:
-        backend: a name, or an instance, which is registered for this process.
-        properties: names, instead of all.
+        backend: the name of a backend, or an instance, which is then registered for this process.
+        examples: the number of cases per property.
+        seed: the seed of the random cases.
+        properties: the names of properties; None takes all.
+
+    Returns:
+        The number of cases that the backend computed, by property.
 
     Raises:
-        Violation: with the smallest case that was found to fail, in the order of ``PROPERTIES``.
+        Violation: a property does not hold. The properties are tried in the order of ``PROPERTIES``, and the exception
+            has the smallest failing case that was found.
         GdnError: hypothesis is not installed, or the backend computes nothing at all.
     """
     if not isinstance(backend, str):

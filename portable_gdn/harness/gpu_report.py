@@ -1,4 +1,7 @@
-"""What calls of the rule launch on a GPU: built from their dimensions, every kernel of FLA compiled, none launched."""
+"""Reports of the kernels that calls of the rule launch on a GPU.
+
+Calls are built from their dimensions. Every kernel of FLA that they would launch is compiled, and none is launched.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,21 @@ def gpu_reports(
     all_configs: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[Any]:
-    """Reports (``portable_gdn.gpu``'s CompileReport), an architecture each, or the GdnError that says why not.
+    """Compile the kernels of calls, and return a report for each architecture.
 
     Args:
-        operations: of ``shapes.OPERATIONS``; "backward" launches the forward pass first, whose kernels are shown too.
-        l2norm: whether q and k are normalised, as models do.
-        all_configs: every configuration that autotuning would try.
+        operations: some of ``shapes.OPERATIONS``. "backward" launches the forward pass first, and its kernels are
+            shown, too.
+        variants: some of the names in ``shapes.VARIANTS``.
+        shape: the dimensions and dtype of the calls.
+        archs: the GPU architectures.
+        precision: the precision of the calls, or None for the default.
+        l2norm: whether the calls normalise q and k, as models do.
+        all_configs: whether to compile every configuration that autotuning would try.
         progress: called with the name of each kernel that is compiled.
+
+    Returns:
+        For each architecture a ``CompileReport`` of ``portable_gdn.gpu``, or the GdnError that prevented it.
 
     Raises:
         GdnError: an argument is wrong, or a package is missing.
@@ -47,7 +58,7 @@ def gpu_reports(
         for op in operations:
             check_shape(op, variant, shape)
             if op == "forward" and "backward" in operations:
-                continue  # it comes with the other
+                continue  # its kernels are reported with "backward"
             options = Options(output_final_state=True, qk_l2norm=l2norm, precision=precision, step=op == "step")
             name = f"{variant} step" if op == "step" else variant
             operands = operand_shapes(op, variant, shape)

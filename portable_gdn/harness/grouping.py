@@ -1,4 +1,4 @@
-"""Many failures of one fault as few lines: by backend and tensors, with what the failing cases have in common."""
+"""Groups of failures that are likely one fault, by backend and tensors, with what the failing cases have in common."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = ["Group", "groups"]
 class Group(NamedTuple):
     """Failures that are likely one fault.
 
-    tensors: those that fail in exactly these cases. cases: how many fail, and of how many that were judged. cause: what
-    all of them have in common and no case that holds has, or what most have, or "". first: the first token beyond its
-    budget in most of them, with its head, or "". worst: the row that is furthest beyond its budget.
+    ``tensors`` are those that fail in exactly these cases. ``cases`` says how many fail, of how many that were judged.
+    ``cause`` is what all of them have in common and no passing case has, or what most of them have in common, or "".
+    ``first`` is the first token beyond its budget in most of them, with its head, or "". ``worst`` is the row that
+    exceeds its budget the most.
     """
 
     backend: str
@@ -33,7 +34,7 @@ class Group(NamedTuple):
     worst: Row
 
     def sentence(self) -> str:
-        """One line."""
+        """Return the group as a sentence of one line."""
         row = self.worst
         count = f"{len(self.failing)} of {self.judged} case{'' if self.judged == 1 else 's'}"
         parts = [f"{self.backend}: {', '.join(self.tensors)} in {count}"]
@@ -45,7 +46,7 @@ class Group(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What of a case may be what breaks a backend."""
+    """The properties of a case that may make a backend fail."""
 
     variant: str
     dtype: str
@@ -56,7 +57,7 @@ class _Facts(NamedTuple):
 
 @cache
 def _facts(case: Case) -> _Facts:
-    """Recorded layers are of the sizes that their files say."""
+    """Return the facts of a case; those of a recorded layer come from its file."""
     tokens, variant, layout = case.T, case.variant, case.layout
     if case.source is not None:
         path = next(p for p in recordings.bundled() if p.name == case.source)
@@ -75,7 +76,7 @@ Test = Callable[[_Facts], bool]
 
 
 def _candidates(facts: Sequence[_Facts]) -> Iterator[tuple[str, Test]]:
-    """What failing cases may have in common, the likeliest first, as words and a test."""
+    """Yield what failing cases may have in common, the likeliest first, as words and a test."""
 
     def longer(n: int) -> Test:
         return lambda f: f.tokens > n
@@ -111,7 +112,7 @@ def _candidates(facts: Sequence[_Facts]) -> Iterator[tuple[str, Test]]:
 
 
 def _cause(failing: Sequence[_Facts], holding: Sequence[_Facts]) -> str:
-    """What separates the failing cases from those that hold; or what they share though some that hold have it too."""
+    """Return what only the failing cases have in common, or what they share with some cases that pass."""
     if not holding:
         return "every case" if len(failing) > 1 else ""
     tests = list(_candidates([*failing, *holding]))
@@ -119,7 +120,7 @@ def _cause(failing: Sequence[_Facts], holding: Sequence[_Facts]) -> str:
         for words, test in tests:
             if all(map(test, failing)) and not any(map(test, holding)):
                 return words
-        for i, (words, test) in enumerate(tests[1:], 1):  # two conditions at once
+        for i, (words, test) in enumerate(tests[1:], 1):  # two conditions together
             if all(map(test, failing)):
                 for more, other in tests[i + 1 :]:
                     if all(map(other, failing)) and not any(test(f) and other(f) for f in holding):
@@ -134,14 +135,14 @@ def _cause(failing: Sequence[_Facts], holding: Sequence[_Facts]) -> str:
 
 
 def _first(rows: Sequence[Row]) -> str:
-    """The place at which most rows are first beyond their budget."""
+    """Return the place at which most rows first exceed their budget."""
     places = [(row.token, row.token_head) for row in rows if row.token is not None]
     if not places:
         return ""
     tokens = [token for token, _ in places]
     common = max(dict.fromkeys(tokens), key=tokens.count)
     heads = sorted({head for token, head in places if token == common and head is not None})
-    last = all(row.tensor.startswith("grad_") for row in rows)  # where the fault of a gradient begins
+    last = all(row.tensor.startswith("grad_") for row in rows)  # the fault of a gradient begins at the last token
     said = f"{'last' if last else 'first'} token beyond its budget: {common}"
     said += f", head{'' if len(heads) == 1 else 's'} {and_list(list(map(str, heads[:6])))}"
     same = tokens.count(common)
@@ -154,10 +155,10 @@ def _range(tokens: Sequence[int], common: int) -> str:
 
 
 def groups(rows: Sequence[Row], cases: Sequence[Case]) -> list[Group]:
-    """The failing rows in groups, the largest first.
+    """Group the failing rows, and return the largest group first.
 
     Args:
-        rows: of a report, those that hold among them.
+        rows: the rows of a report, including those that pass.
         cases: the recipes of the rows' cases.
     """
     recipes = {case.name: case for case in cases}
@@ -187,7 +188,7 @@ def groups(rows: Sequence[Row], cases: Sequence[Case]) -> list[Group]:
 
 
 def _cause_key(bad: Sequence[Row], of: Sequence[Row], recipes: dict[str, Case]) -> tuple[str, ...]:
-    """Tensors whose failing cases have the same cause belong together; without one, those that fail in the same."""
+    """Return a key that tensors share if their failures have one cause or, if none is found, are in the same cases."""
     names = {row.case for row in bad}
     failing = [_facts(recipes[name]) for name in names if name in recipes]
     holding = [_facts(recipes[row.case]) for row in of if row.case not in names and row.case in recipes]

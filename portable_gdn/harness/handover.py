@@ -1,8 +1,8 @@
-"""A sequence begun on one backend and continued on another: its states carried over, by file or at once.
+"""Sequences begun on one backend and continued on another, with the states passed on in a file or directly.
 
-The file holds, by case, the recurrent state [N, HV, K, V] or [N, HV, V, K] and the convolution's state, float32, with
-the recipe of the whole call and the token at which it was cut. The second half is judged by the oracle of the whole,
-and reads the states in the other layout.
+For each case the file has the recurrent state, [N, HV, K, V] or [N, HV, V, K], and the state of the convolution, both
+in float32, with the recipe of the whole call and the token at which it was cut. The second half reads the states in the
+other layout, and is compared with the oracle's results for the whole sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["CASES", "Carried", "HandedOver", "begin", "finish", "load", "save"]
 FORMAT = "portable-gdn-handover"
 VERSION = "1"
 
-#: Cut off a chunk's boundary, with states that are not zero, both layouts, heads that share keys, and a convolution.
+#: Cases cut within a chunk, with states that are not zero, both layouts, heads that share keys, and a convolution.
 CASES = (
     Case("GDN, bfloat16", T=150, dtype="bfloat16", HV=6, l2norm=True),
     Case("DeltaNet, states [V, K]", variant="DeltaNet", T=150, state_layout="vk"),
@@ -44,7 +44,7 @@ CUT = 90
 
 
 class Carried(NamedTuple):
-    """What passes from one backend to the other: the states of one case at its cut."""
+    """The states of one case at its cut, which pass from one backend to the other."""
 
     case: Case
     backend: str
@@ -55,7 +55,10 @@ class Carried(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """One tensor of one case after the second half: error, budget (L2, relative, worst head), and whether it holds."""
+    """One tensor of one case after the second half, with its error and budget and whether it is within the budget.
+
+    Figures are relative L2 norms, those of the worst head.
+    """
 
     case: str
     tensor: str
@@ -81,7 +84,11 @@ def _run(backend: Backend, operands: Mapping[str, Any], options: Any) -> tuple[d
 def begin(
     backend: Backend, cases: Sequence[Case], progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[list[Carried], dict[str, str], dict[str, str]]:
-    """The first part of each case; those that the backend refuses; and those at which it fails, with the reason."""
+    """Compute the first part of each case.
+
+    Returns:
+        The states; the cases that the backend refuses, with the reasons; and those on which it fails, with the reasons.
+    """
     carried, refused, failed = [], {}, {}
     for i, case in enumerate(cases):
         if progress is not None:
@@ -92,7 +99,7 @@ def begin(
         except GdnError as error:
             refused[case.name] = str(error)
             continue
-        except Exception as error:  # the other cases are worth having
+        except Exception as error:  # continue with the other cases
             failed[case.name] = f"{backend.name}: {type(error).__name__}: {error}"
             continue
         carried.append(Carried(case, backend.name, CUT, found["state"], found.get("conv_state"), rounding))
@@ -102,8 +109,12 @@ def begin(
 def finish(
     backend: Backend, carried: Sequence[Carried], progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[list[HandedOver], dict[str, str], dict[str, str]]:
-    """The rest of each case, from the carried states, in the other layout of states; what the backend refuses; and
-    where it fails."""
+    """Compute the rest of each case from the carried states, in the other layout of states.
+
+    Returns:
+        The judged tensors; the cases that the backend refuses, with the reasons; and those on which it fails, with the
+        reasons.
+    """
     rows, refused, failed = [], {}, {}
     for i, item in enumerate(carried):
         if progress is not None:
@@ -142,7 +153,7 @@ def finish(
 
 
 def save(path: Path, carried: Sequence[Carried]) -> None:
-    """Write the states, whole or not at all."""
+    """Write the states to a file, completely or not at all."""
     with TensorWriter(path) as file:
         entries = []
         for i, item in enumerate(carried):
@@ -162,10 +173,10 @@ def save(path: Path, carried: Sequence[Carried]) -> None:
 
 
 def load(path: Path) -> list[Carried]:
-    """The states of a file.
+    """Read the states from a file.
 
     Raises:
-        GdnError: it is no such file, was damaged, or belongs to other inputs than this version builds.
+        GdnError: the file is not such a file, is damaged, or belongs to other inputs than those of this version.
     """
     file = TensorFile(path)
     for key, must in (("format", FORMAT), ("version", VERSION)):

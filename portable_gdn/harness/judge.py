@@ -1,18 +1,21 @@
-"""How large an error may be, and whether one is larger.
+"""The budget of an error, and the verdict on an error.
 
-Against the float64 oracle, computed from the inputs as the backend got them. Per tensor and head, in L2 norms:
+Errors are differences from the float64 oracle, which gets the inputs as the backend got them. Each tensor and head has
+a budget, in L2 norms:
 
     budget = 3 (u + E) + 8 eps |summands|
 
-u: rounding of the exact result to the result's dtype. E: the error of the stages when exactly those operands of
-products are rounded that the backend declares, or of the stages in float32 where it declares none: the median over 8
-seeds, of stochastic rounding or of the order in which float32 sums run, which nobody declares.
-The last term, eps = 2^-23, is for results that cancel to nothing: the norm of the summands before they do.
+u is the error of rounding the exact result to the result's dtype. E is the error of the stages if exactly those
+operands of products are rounded that the backend declares, or of the stages in float32 if it declares none. It is the
+median over 8 seeds, which determine the stochastic rounding, or the order of the float32 sums, which no backend
+declares. The last term, with eps = 2^-23, is for results that cancel: it is the norm of the summands before they
+cancel.
 
-Where an error consists of many small ones, that median tells all. Where one decides (a state of one channel, one key
-repeated, a decay whose sum is large), it differs from seed to seed as much as from nothing, and a median of 8 does
-not tell how far it goes. So an error beyond the budget is held to another: E is then the largest of 256 runs, in which
-chunks begin anywhere. An error of 30 budgets needs no second look.
+If an error consists of many small ones, that median describes it well. If a single one dominates (a state of one
+channel, one key repeated, a decay whose sum is large), it varies between seeds as much as it is large, and a median of
+8 does not show how large it can become. An error beyond the budget is therefore compared with a second budget, for
+which E is the largest of 256 runs, in which chunks begin anywhere. An error of more than 30 budgets needs no second
+look.
 """
 
 from __future__ import annotations
@@ -39,17 +42,18 @@ __all__ = [
 EPS = 2.0**-23
 SEEDS = 8
 MANY_SEEDS = 256
-HOPELESS = 30  # budgets, beyond which no order of sums explains an error
-ILL_CONDITIONED = 0.1  # where declared roundings alone move a result by this much, it says nothing about a backend
+HOPELESS = 30  # number of budgets above which no order of sums explains an error
+ILL_CONDITIONED = 0.1  # if declared roundings alone change a result by this much, it says nothing about a backend
 
 Tensors = dict[str, np.ndarray]
 
 
 class Expectation(NamedTuple):
-    """Exact results and the norms, by tensor and head, of what may separate a backend from them.
+    """The exact results of a case, and the norms of the differences that a backend may have, by tensor and head.
 
-    E: the median of 8 runs; ``largest``: computes the largest of many, once. ``tokens``: computes once, of tensors with
-    tokens, 3 (u + E) + floor of every token and head, [B, T, heads], with the largest of 8 runs for E.
+    ``E`` is the median of 8 runs. ``largest`` computes the largest of many runs, once. ``tokens`` computes, once and
+    for tensors with tokens, 3 (u + E) + floor for every token and head, [B, T, heads], where E is the largest of 8
+    runs.
     """
 
     exact: Tensors
@@ -60,14 +64,15 @@ class Expectation(NamedTuple):
     tokens: Callable[[], Tensors] = dict
 
     def widest(self) -> Expectation:
-        """The largest of many runs for E."""
+        """Return this expectation with the largest of many runs as E."""
         return self._replace(E=self.largest())
 
 
 class Verdict(NamedTuple):
-    """One tensor of one case: figures of the head that uses most of its budget, relative to the exact result's norm.
+    """The verdict on one tensor of one case.
 
-    ``judged`` is False where the case is too ill-conditioned to judge; ``ok`` is then True.
+    Figures are those of the head that uses most of its budget, relative to the norm of the exact result. ``judged`` is
+    False if the case is too ill-conditioned to be judged; ``ok`` is then True.
     """
 
     tensor: str
@@ -80,9 +85,10 @@ class Verdict(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which token and head of a result is beyond its budget first (of a gradient last, where its fault begins).
+    """The first token of a result that exceeds its budget, and a head in which it does.
 
-    row: of packed sequences the sequence, and token in it; None of the only row.
+    For a gradient it is the last such token, because the fault of a gradient begins there. For packed sequences ``row``
+    is the sequence, and ``token`` counts in it; ``row`` is None if there is only one row.
     """
 
     token: int
@@ -96,7 +102,7 @@ class Place(NamedTuple):
 
 
 def tensors(e: Evaluation, s: Signature) -> Tensors:
-    """Results of an evaluation by name: o, state, conv_state, grad_*."""
+    """Return the results of an evaluation by name: o, state, conv_state, grad_*."""
     found = {"o": e.o}
     if s.output_final_state:
         found["state"] = e.state
@@ -106,7 +112,7 @@ def tensors(e: Evaluation, s: Signature) -> Tensors:
 
 
 def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
-    """L2 norm of each head's part of a tensor, [heads]; tensors without heads count as one."""
+    """Return the L2 norm of each head's part of a tensor, [heads]; a tensor without heads counts as one head."""
     name = name.removeprefix("grad_")
     x = np.asarray(x, np.float64)
     if name in (*along("C"), "norm_weight") or (s.conv is not None and name in ("q", "k", "v")):
@@ -119,7 +125,7 @@ def by_head(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
         axis = 1
     else:
         axis = 2
-    if name == "z":  # whose heads' channels may be one axis
+    if name == "z":  # its heads and channels may share one axis
         x, axis = x.reshape(-1, s.HV, s.V), 1
     others = tuple(a for a in range(x.ndim) if a != axis)
     return np.sqrt((x * x).sum(others))
@@ -134,12 +140,12 @@ def _result_dtype(name: str, problem: Problem) -> Any:
     return np.asarray(problem.operands[name.removeprefix("grad_")]).dtype
 
 
-#: numpy's products here are small: a second thread of its BLAS waits, by spinning, ten times as long as it helps.
+#: numpy's products are small here: a second BLAS thread spends ten times as long spinning as it saves.
 _BLAS = ThreadpoolController()
 
 
 def evaluated(problem: Problem, *how: Any) -> Evaluation:
-    """``evaluate``, by one thread."""
+    """Call ``evaluate`` with a single BLAS thread."""
     with _BLAS.limit(limits=1, user_api="blas"):
         return evaluate(problem, *how)
 
@@ -147,9 +153,10 @@ def evaluated(problem: Problem, *how: Any) -> Evaluation:
 def expect(
     problem: Problem, cotangents: Mapping[str, Any] | None, rounding: Rounding | None, exact: Evaluation
 ) -> Expectation:
-    """What results may differ by from ``exact``, the oracle's evaluation of the same numpy problem.
+    """Compute how much results may differ from ``exact``, the oracle's evaluation of this numpy problem.
 
-    Without a ``rounding``, whose E takes by far the longest to compute, E is 0: what lies within is within any budget.
+    E takes by far the longest to compute. Without a ``rounding`` it is 0, and a result within that budget is within the
+    budget of any rounding.
     """
     s = problem.signature
     truth = tensors(exact, s)
@@ -207,7 +214,7 @@ def expect(
 
 
 def _token_norms(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
-    """L2 norms [B, T, heads] of a tensor with tokens."""
+    """Return the L2 norms [B, T, heads] of a tensor with tokens."""
     a = by_token(name, x, s)
     assert a is not None
     with np.errstate(over="ignore", invalid="ignore"):
@@ -217,12 +224,20 @@ def _token_norms(name: str, x: np.ndarray, s: Signature) -> np.ndarray:
 def first_beyond(
     name: str, value: np.ndarray, e: Expectation, s: Signature, starts: np.ndarray | None = None
 ) -> Place | None:
-    """Where a result that is beyond its budget begins to be so, of the heads that are; None if it has no tokens.
+    """Find the place where a result beyond its budget begins to exceed it, in the heads that do.
 
-    A token may be off by what few runs of the declared roundings are there, or by its even share of the head's budget.
+    A token may have the error that a few runs of the declared roundings have there, or its equal share of the head's
+    budget.
 
     Args:
-        starts: of packed sequences, cu_seqlens.
+        name: the name of the tensor.
+        value: the result.
+        e: the expectation of the case.
+        s: the signature of the call.
+        starts: cu_seqlens, if sequences are packed.
+
+    Returns:
+        The place, or None if the tensor has no tokens.
     """
     exact = e.exact[name]
     if value.shape != exact.shape or by_token(name, exact, s) is None:
@@ -251,7 +266,10 @@ def first_beyond(
 
 
 def only_bfloat16(value: np.ndarray, exact: np.ndarray) -> bool:
-    """Whether all float32 values are such as bfloat16 has, which by chance one of 65,536 is, and exact ones are not."""
+    """Return whether bfloat16 can hold all of these float32 values, though it cannot hold all of the exact ones.
+
+    By chance, bfloat16 can hold one of 65,536 float32 values.
+    """
 
     def rounded(a: np.ndarray) -> bool:
         bits = np.ascontiguousarray(a).view(np.uint32)
@@ -261,18 +279,20 @@ def only_bfloat16(value: np.ndarray, exact: np.ndarray) -> bool:
 
 
 def second_look(error: np.ndarray, budget: np.ndarray) -> np.ndarray:
-    """Where an error is beyond a budget that the largest of many runs may yet explain."""
+    """Return where an error exceeds its budget, but not by so much that the largest of many runs cannot explain it."""
     return (error > budget) & (error <= HOPELESS * budget)
 
 
 def allowance(
     name: str, error: np.ndarray, *expectations: Expectation, beside: np.ndarray | float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is expected of an error, by head, and its budget, which is wider where the error is not within it at once.
+    """Return the expected error of each head and its budget, which is widened where the error exceeds it at first.
 
     Args:
-        error: L2 norms [heads]. expectations: of one side, or of both sides that it lies between.
-        beside: what else may separate them.
+        name: the name of the tensor.
+        error: L2 norms [heads].
+        expectations: that of one side, or those of the two sides whose difference is the error.
+        beside: a further difference that is allowed.
     """
 
     def of(sides: Sequence[Expectation]) -> tuple[np.ndarray, np.ndarray]:
@@ -290,7 +310,7 @@ def allowance(
 
 
 def judge(name: str, value: np.ndarray, e: Expectation, s: Signature) -> Verdict:
-    """One tensor against its budget."""
+    """Judge one tensor against its budget."""
     exact = e.exact[name]
     if value.shape != exact.shape:
         return Verdict(name, float("inf"), 0.0, 0.0, False, True, 0)

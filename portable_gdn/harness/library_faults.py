@@ -1,6 +1,6 @@
-"""What libraries that a backend only calls are known to get wrong in cases of the proof.
+"""Known errors, in cases of the proof, of libraries that a backend only calls.
 
-Such a result is reported with this sentence and is not held against the backend.
+Such a result is reported with a sentence from here, and does not count against the backend.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _UNDERFLOW = (
     "decay of exp(-20) leaves of them is 0, and their part of the initial state's gradient is gone: error {}"
 )
 
-#: (FLA's version, case of the proof): what its kernels do there by themselves, seen interpreted. Our stages with just
-#: the finished inverse rounded to nearest show the same errors (0.20, 0.0044 and 0.020); the budget's random roundings
-#: do not add up. Without q's and k's terms the exact gradient of plan 47 has that very error (0.20391).
+#: The known errors by (FLA's version, case of the proof), which its kernels also show when they are interpreted. The
+#: specification's stages show equal errors (0.20, 0.0044 and 0.020) if only the finished inverse is rounded to nearest;
+#: the budget's random roundings do not add up like that. The exact gradient of plan 47 without the terms of q and k has
+#: the very same error (0.20391).
 _OF_FLA = {
     ("0.6.0", "one key, beta 1.998, bfloat16"): (_INVERSE.format("0.6.0", "0.18")),
     ("0.6.0", "plan 25: DeltaNet bfloat16 rows T=64 2/6 48x96, one -100, repeated, beta 1"): (
@@ -37,10 +38,10 @@ _OF_FLA = {
 
 
 def library_fault(backend: str, case: str) -> str:
-    """What is known to be wrong in this case of the proof with the library's version that is installed, or ""."""
+    """Return the known error of the installed version of the library in this case of the proof, or ""."""
     if not backend.startswith("fla"):
         return ""
-    for name in ("flash-linear-attention", "fla-core"):  # the whole package, or its kernels alone
+    for name in ("flash-linear-attention", "fla-core"):  # the whole package, or only its kernels
         try:
             return _OF_FLA.get((metadata.version(name), case), "")
         except metadata.PackageNotFoundError:

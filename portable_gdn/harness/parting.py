@@ -1,4 +1,4 @@
-"""What the stages of two runs of one case say: where they part, and what could not be compared."""
+"""The comparison of the stages of two runs of one case: where they begin to differ, and what could not be compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Run", "StageReport", "by_stages"]
 
 
 class Run(NamedTuple):
-    """One side of a case: its stages and results, what it was given, and what its results may differ by."""
+    """One side of a case: its stages and results, its inputs, and how much its results may differ."""
 
     side: Side
     outcome: Outcome
@@ -36,8 +36,11 @@ class Run(NamedTuple):
 
 
 class StageReport(NamedTuple):
-    """errors: by side and stage (error, budget), relative. parting: where the sides part; or, if they agree, where one
-    of them leaves the truth; apart: the names of the two. remarks: what could not be compared, and why.
+    """The result of comparing stages.
+
+    ``errors`` are the relative (error, budget) by side and stage. ``parting`` is where the sides begin to differ or, if
+    they agree, where one of them leaves the exact stages; ``apart`` names the two that differ. ``remarks`` say what
+    could not be compared, and why.
     """
 
     errors: dict[str, dict[str, tuple[float, float]]]
@@ -50,8 +53,11 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
     """Compare two runs stage by stage.
 
     Args:
-        same: both were given the same values; otherwise each is held against its own exact stages alone.
-        holds: the results agree, so that nobody misses stages.
+        a: one run.
+        b: the other run.
+        s: the signature of the call.
+        same: whether both had equal inputs; if not, each is compared only with its own exact stages.
+        holds: whether the results agree, in which case missing stages need no remark.
     """
     names = (a.side.name, b.side.name)
     have = [run for run in (a, b) if run.side.stages]
@@ -64,7 +70,7 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
     truths: dict[tuple[int, int], StageTruth] = {}
 
     def truth(run: Run, chunk: int) -> StageTruth:
-        """The exact stages of a run's operands; those of the first run, where both were given the same."""
+        """Return the exact stages for a run's operands, or for those of the first run if both had equal inputs."""
         key = (0 if same or run is a else 1, chunk)
         if key not in truths:
             truths[key] = StageTruth(run.inputs, chunk)
@@ -81,7 +87,7 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
         elif not other.side.stages or partial_stages(other.side.stages):
             said = f"{run.side.name} is held against the exact stages; {other.side.name} has none of this case"
             remarks.append(f"{said}: {other.outcome.why.rstrip('.')}" if other.outcome.why else said)
-    found: list[tuple[int, Parting, tuple[str, str]]] = []  # with the chunk's first token
+    found: list[tuple[int, Parting, tuple[str, str]]] = []  # each with its chunk's first token
     unlike_size = False
     if len(have) == 2 and same:
         tokens = int(np.diff(a.inputs.operands["cu_seqlens"]).max()) if s.packed else s.T
@@ -93,7 +99,7 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
     elif len(have) == 2:
         remarks.append("the sides were given different values: each is held against its own exact stages")
     alike = len({partial_stages(run.side.stages) for run in have}) == 1
-    # A side that shows more stages than the other may leave the truth before both can be seen to part.
+    # A side with more stages than the other may leave the exact stages before a difference between the two can show.
     if not found or not (alike or unlike_size):
         for run in have:
             chunk = chunk_of(run.side.stages)
@@ -109,9 +115,9 @@ def by_stages(a: Run, b: Run, s: Signature, same: bool, holds: bool) -> StageRep
 
 
 def _unlike(run: Run, s: Signature) -> str:
-    """A remark if the probe's outputs are not those that the backend returns: then the stages do not tell its story.
+    """Return a remark if the probe's outputs are not those that the backend returns, so that its stages say little.
 
-    Both may round differently, in chunks of other sizes: each has the budget of the result.
+    Both may round differently, in chunks of different sizes, so each has the budget of the result.
     """
     (o,), found, e = run.side.stages["output"], run.outcome.tensors.get("o"), run.expected
     if o is None or found is None:

@@ -1,10 +1,11 @@
-"""What must hold of any backend, whatever the call: properties over the whole operand space, drawn by hypothesis.
+"""Properties that every backend must have in every call, tested on operands that hypothesis draws.
 
     from portable_gdn.harness import check
     check("mine")                      # or check(backend); raises AssertionError with the smallest case that fails
 
-A property takes a backend and a ``Case``, the recipe of one call, and raises ``Violation`` with a sentence. Where
-design says to the bit, it is to the bit; else each result is held to the budget of its declared roundings.
+A property takes a backend and a ``Case``, which is the recipe of one call, and raises ``Violation`` with a sentence if
+it does not hold. Properties that promise equal bits compare bits; the others compare each result with the budget of the
+declared roundings.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Arrays = dict[str, Any]
 
 
 class Violation(AssertionError):
-    """A property that does not hold, in a sentence."""
+    """Raised if a property does not hold, with a sentence that says so."""
 
 
 class Refused(Exception):
-    """The backend does not compute such a call, which is no violation."""
+    """Raised if the backend does not compute such a call, which is not a violation."""
 
 
 class Void(Exception):
-    """A property says nothing of such a case, whatever the backend: another case must be drawn instead."""
+    """Raised if a property does not apply to a case for any backend, so that another case must be drawn."""
 
 
 def _problem(backend: Backend, inputs: Inputs) -> Any:
@@ -54,17 +55,17 @@ def _problem(backend: Backend, inputs: Inputs) -> Any:
 
 
 def _run(backend: Backend, inputs: Inputs) -> Arrays:
-    """o, state, conv_state as numpy arrays."""
+    """Compute a call, and return o, state and conv_state as numpy arrays."""
     try:
         result = door.run(_problem(backend, inputs), backend)
-    except GdnError as error:  # for what the operands hold
+    except GdnError as error:  # because of the operands' contents
         raise Refused(str(error)) from None
     found = {"o": result.o, "state": result.state, "conv_state": result.conv_state}
     return {name: np.asarray(backend.to_numpy(a)) for name, a in found.items() if a is not None}
 
 
 def _with_gradients(backend: Backend, inputs: Inputs) -> Arrays:
-    """The results of a call by name, and its gradients as grad_*."""
+    """Compute a call, and return its results by name and its gradients as grad_*."""
     try:
         return computed(backend, _problem(backend, inputs), inputs)
     except GdnError as error:
@@ -81,7 +82,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _changed(inputs: Inputs, where: Any, seed: int) -> Inputs:
-    """Other finite values of the token operands at ``where``, a boolean [B, T]."""
+    """Return the inputs with other finite values in the operands with tokens at ``where``, a boolean [B, T]."""
     x = {name: np.array(a) for name, a in inputs.operands.items()}
     for name in PER_TOKEN:
         if name in x:
@@ -94,7 +95,7 @@ def _changed(inputs: Inputs, where: Any, seed: int) -> Inputs:
 
 
 def _tokens(inputs: Inputs, part: slice, carry: Arrays | None = None) -> Inputs:
-    """Some tokens of rows that are no packed sequences, states carried on."""
+    """Return some tokens of rows that are not packed, with the states of ``carry`` as initial states."""
     x = {name: a[:, part] if name in TOKENS else a for name, a in inputs.operands.items()}
     if carry is not None:
         x["initial_state"] = carry["state"]
@@ -108,17 +109,17 @@ def _size(inputs: Inputs) -> tuple[int, int]:
 
 
 def _whole_rows(case: Case) -> Case:
-    """The case as a plain batch, whose rows may be cut anywhere."""
+    """Return the case as a plain batch, whose rows may be cut anywhere."""
     return replace(case, layout="rows") if case.layout != "rows" else case
 
 
 def _bare(case: Case) -> Case:
-    """The case without what a mixer has around the rule."""
+    """Return the case without the steps that a mixer has around the rule."""
     return replace(case, conv=None, norm=None)
 
 
 def _close(backend: Backend, inputs: Inputs, found: Arrays, what: str, times: float = 1.0) -> None:
-    """Results within the budget of this call."""
+    """Require results to be within the budget of this call."""
     truth = Truth(inputs, gradients=any(name.startswith("grad_") for name in found))
     s = truth.problem.signature
     least = truth.expectation(None)
@@ -140,13 +141,13 @@ def _close(backend: Backend, inputs: Inputs, found: Arrays, what: str, times: fl
 
 
 def oracle(backend: Backend, case: Case) -> None:
-    """Outputs, states and gradients lie within the budget of the declared roundings."""
+    """Outputs, states and gradients are within the budget of the declared roundings."""
     inputs = build(case)
     _close(backend, inputs, _with_gradients(backend, inputs), "against the oracle")
 
 
 def causality(backend: Backend, case: Case) -> None:
-    """Changes at tokens from P on leave outputs before P as they were, to the bit."""
+    """Changes at tokens from P on leave the outputs before P unchanged, bit for bit."""
     case = _whole_rows(case)
     inputs = build(case)
     _, T = _size(inputs)
@@ -159,7 +160,7 @@ def causality(backend: Backend, case: Case) -> None:
 
 
 def neighbours(backend: Backend, case: Case) -> None:
-    """Changes in one packed sequence, NaN among them, leave the others as they were, to the bit."""
+    """Changes in one packed sequence, even to NaN, leave the other sequences unchanged, bit for bit."""
     case = replace(case, layout=case.layout if case.layout in PACKED else "packed")
     inputs = build(case)
     bounds = np.asarray(inputs.operands["cu_seqlens"])
@@ -180,7 +181,7 @@ def neighbours(backend: Backend, case: Case) -> None:
 
 
 def packed_as_alone(backend: Backend, case: Case) -> None:
-    """A packed sequence gives what it gives alone; an empty one gives its initial state, to the bit."""
+    """A packed sequence has the results that it has alone; an empty one returns its initial state, bit for bit."""
     case = replace(case, layout=case.layout if case.layout in PACKED else "packed with empties")
     inputs = build(case)
     bounds = [int(x) for x in np.asarray(inputs.operands["cu_seqlens"])]
@@ -200,7 +201,7 @@ def packed_as_alone(backend: Backend, case: Case) -> None:
 
 
 def splits(backend: Backend, case: Case) -> None:
-    """A sequence in two pieces, states carried on, gives what it gives at once."""
+    """A sequence computed in two pieces, with the states passed on, has the results of the whole."""
     case = _whole_rows(case)
     inputs = build(case)
     _, T = _size(inputs)
@@ -212,7 +213,7 @@ def splits(backend: Backend, case: Case) -> None:
 
 
 def steps(backend: Backend, case: Case) -> None:
-    """Token by token, one step a token, gives what the chunks give."""
+    """Computing one step per token gives the results of computing in chunks."""
     case = replace(_whole_rows(case), T=min(case.T, 6))
     inputs = build(case)
     carried, outputs = {n: a for n, a in inputs.operands.items() if n.endswith("_state")}, []
@@ -227,7 +228,7 @@ def steps(backend: Backend, case: Case) -> None:
 
 
 def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
-    """Key heads with all that is theirs, and rows, in another order."""
+    """Return the inputs with rows, and key heads with everything that belongs to them, in another order."""
     x = dict(inputs.operands)
     H = x["q"].shape[2]
     for name, a in x.items():
@@ -243,7 +244,7 @@ def _reordered(inputs: Inputs, heads: np.ndarray, rows: np.ndarray) -> Inputs:
 
 
 def permutations(backend: Backend, case: Case) -> None:
-    """Heads, and rows, in another order give the same in that order."""
+    """Heads and rows in another order have equal results in that order."""
     case = replace(_bare(case), layout="rows" if case.layout in PACKED else case.layout, B=max(case.B, 2))
     inputs = build(case)
     B, H, HV = case.B, case.H, case.HV
@@ -258,7 +259,10 @@ def permutations(backend: Backend, case: Case) -> None:
 
 
 def scaling(backend: Backend, case: Case) -> None:
-    """v and the state doubled double o and the state; the scale doubled doubles o: to the bit, but for underflow."""
+    """Doubling v and the state doubles o and the state, and doubling the scale doubles o.
+
+    The results are equal bit for bit, except for underflow.
+    """
     case = _bare(case)
     inputs = build(case)
     if case.layout in ("left padding", "right padding", "holes") or not inputs.operands["q"].size:
@@ -282,7 +286,7 @@ def scaling(backend: Backend, case: Case) -> None:
 
 
 def dtypes(backend: Backend, case: Case) -> None:
-    """Values in float32 give no larger an error than the very values in 16 bits."""
+    """Values given in float32 have no larger errors than the identical values given in 16 bits."""
     if case.dtype == "float32" or case.layout == "step":
         raise Void
     inputs = build(case)
@@ -306,7 +310,7 @@ def dtypes(backend: Backend, case: Case) -> None:
 
 
 def finite_differences(backend: Backend, case: Case) -> None:
-    """Gradients agree with differences of the float64 oracle along a random direction."""
+    """Gradients agree with finite differences of the float64 oracle along a random direction."""
     T = min(case.T, 5)
     variant = "GDN" if case.variant == "tile-grouped" else case.variant
     gates = case.gates if case.gates in ("mild", "-3 each", "zero") else "mild"
@@ -324,7 +328,7 @@ def finite_differences(backend: Backend, case: Case) -> None:
     truth = Truth(inputs)
     directions = {n: normal(case.seed, f"direction {n}", gradients[n].shape) for n in gradients}
     if case.gates == "zero" and "g" in directions:
-        directions["g"] = -np.abs(directions["g"])  # positive gates are none
+        directions["g"] = -np.abs(directions["g"])  # log decays must not be positive
     mask = inputs.operands.get("mask")
     for name in directions:
         if mask is not None and name in TOKENS:
@@ -349,7 +353,7 @@ def finite_differences(backend: Backend, case: Case) -> None:
     slope = (8 * (loss(h) - loss(-h)) - (loss(2 * h) - loss(-2 * h))) / (12 * h)  # error h^4
     found, allowed = sum(float((gradients[n] * directions[n]).sum()) for n in gradients), 0.0
 
-    def expectations() -> Iterator[Expectation]:  # each allows more than the one before, and takes longer
+    def expectations() -> Iterator[Expectation]:  # each allows more than the last, and takes longer
         yield truth.expectation(None)
         declared = truth.expectation(backend.rounding(_problem(backend, inputs).signature))
         yield declared
@@ -370,9 +374,9 @@ def finite_differences(backend: Backend, case: Case) -> None:
 
 
 def resets(backend: Backend, case: Case) -> None:
-    """Behind a hard reset nothing depends on what came before it, to the bit.
+    """Nothing after a hard reset depends on anything before it, bit for bit.
 
-    But for the sign of a zero: 0 times a state that was negative is -0.0, and a token that writes nothing leaves it.
+    The sign of zeros is an exception: 0 times a negative state is -0.0, and a token that writes nothing keeps it.
     """
     case = replace(_whole_rows(_bare(case)), gate=None, gates="mild")
     inputs = build(case)
@@ -397,7 +401,7 @@ def _unsigned_zeros(a: np.ndarray) -> np.ndarray:
 
 
 def tiny(backend: Backend, case: Case) -> None:
-    """No tokens: no outputs, states as they were. One token: within the budget."""
+    """A call without tokens has no outputs and leaves states unchanged; a call of one token is within the budget."""
     case = replace(_whole_rows(case), gates="mild")
     none = build(replace(case, T=0))
     found = _run(backend, none)
@@ -439,14 +443,15 @@ KEYS = (("random", "random"), ("random", "0"), ("correlated 0.9", "1"), ("repeat
 
 
 def cases(few_shapes: bool = False) -> Any:
-    """A hypothesis strategy of ``Case``, simplest first: what fails shrinks to a few tokens, one head, plain gates.
+    """Return a hypothesis strategy of ``Case``, simplest first: failures shrink to few tokens, one head, plain gates.
 
     Args:
-        few_shapes: draw from some shapes only, for backends that compile a program for each.
+        few_shapes: whether to draw from a few shapes only, for backends that compile a program for each shape.
     """
     from hypothesis import strategies as st
 
-    # Strategies are made once: hypothesis would look into each that a draw makes anew, longer than most cases compute.
+    # Strategies are made once. Hypothesis would inspect every strategy that a draw makes, which takes longer than most
+    # cases need to be computed.
     one = st.sampled_from
     if few_shapes:
         shapes = one([(1, 1, 1, 1, 8, 8), (5, 1, 1, 2, 16, 24), (33, 1, 2, 4, 16, 8), (65, 1, 1, 1, 24, 16)])
@@ -474,7 +479,7 @@ def cases(few_shapes: bool = False) -> Any:
 
 
 def _sensible(case: Case) -> Case:
-    """A recipe that ``build`` can make: gates need decays, some layouts and conditions exclude each other."""
+    """Return a recipe that ``build`` can make: gates need decays, and some layouts and conditions are exclusive."""
     if case.variant in ("DeltaNet", "linear attention"):
         case = replace(case, gate=None)
     if case.variant == "linear attention":
@@ -489,12 +494,12 @@ def _sensible(case: Case) -> Case:
 
 
 def attempt(backend: Backend | str, name: str, case: Case) -> None:
-    """Hold a backend to one property of one case.
+    """Test one property of a backend on one case.
 
     Raises:
-        Violation: it does not hold.
+        Violation: the property does not hold.
         Refused: the backend does not compute such calls.
-        Void: the property says nothing of this case.
+        Void: the property does not apply to this case.
     """
     if isinstance(backend, str):
         backend = dispatch.get(backend)
@@ -503,10 +508,10 @@ def attempt(backend: Backend | str, name: str, case: Case) -> None:
 
 
 def hold(backend: Backend | str, name: str, case: Case) -> bool:
-    """Hold a backend to one property of one case; whether anything was computed and held to it.
+    """Test one property of a backend on one case, and return whether anything was computed and tested.
 
     Raises:
-        Violation: it does not hold.
+        Violation: the property does not hold.
     """
     try:
         attempt(backend, name, case)

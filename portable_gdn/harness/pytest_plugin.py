@@ -1,16 +1,16 @@
 """A pytest plugin for authors of kernels: ``pytest --portable-gdn-backends=mine``.
 
-It offers
+It provides
 
-- the option ``--portable-gdn-backends``: names of backends, separated by commas; each as registered by an entry point
-  of the group ``portable_gdn.backends`` or in a conftest with ``portable_gdn.register_backend``;
-- the fixture ``gdn_backend``: each of them in turn;
-- the fixture ``gdn_case``: each case of a suite, "quick" unless the marker says another;
-- the marker ``portable_gdn(suite="standard")``;
-- the fixture ``gdn_verify``: ``gdn_verify(backend, case)`` fails the test where the backend is beyond its budget.
+- the option ``--portable-gdn-backends``, with names of backends separated by commas. Each is registered by an entry
+  point of the group ``portable_gdn.backends``, or in a conftest with ``portable_gdn.register_backend``;
+- the fixture ``gdn_backend``, which is each of these backends in turn;
+- the fixture ``gdn_case``, which is each case of a suite, by default of "quick";
+- the marker ``portable_gdn(suite="standard")``, which chooses the suite;
+- the fixture ``gdn_verify``: ``gdn_verify(backend, case)`` fails the test if the backend exceeds its budget.
 
 ``pytest --pyargs portable_gdn.harness.conformance --portable-gdn-backends=mine`` runs the suite and the properties on a
-backend without a line of code. Nothing but pytest is imported until one of these is used.
+backend without a line of code. Until one of these is used, the plugin imports only pytest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["gdn_backend", "gdn_verify", "pytest_addoption", "pytest_configure", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
+    """Add the option ``--portable-gdn-backends``."""
     group = parser.getgroup("portable-gdn")
     group.addoption(
         "--portable-gdn-backends", default="", metavar="NAMES", help="backends to hold to the specification, by commas"
@@ -33,12 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker."""
+    """Register the marker ``portable_gdn``."""
     config.addinivalue_line("markers", "portable_gdn(suite): which suite of cases the fixture gdn_case runs through")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each backend and case."""
+    """Make a test for each backend and case."""
     if "gdn_backend" in metafunc.fixturenames:
         names = [name.strip() for name in metafunc.config.getoption("--portable-gdn-backends").split(",")]
         metafunc.parametrize("gdn_backend", [name for name in names if name] or [None], indirect=True)
@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def gdn_backend(request: pytest.FixtureRequest) -> Any:
-    """A backend of --portable-gdn-backends."""
+    """Provide each backend of ``--portable-gdn-backends`` in turn."""
     from portable_gdn import dispatch
 
     if request.param is None:
@@ -66,7 +66,10 @@ def gdn_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def gdn_verify() -> Callable[[Any, Any], None]:
-    """Hold a backend to the oracle on one case; skips the test if the backend does not compute such calls."""
+    """Provide a function that compares a backend with the oracle on one case.
+
+    It skips the test if the backend does not compute such calls.
+    """
     from portable_gdn.harness.verify import verify
 
     def run(backend: Any, case: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which cases the quick proof runs on which backend: all of them, unless each new shape costs the backend seconds."""
+"""The cases that the quick proof runs on a backend: all, unless the backend needs seconds for each new shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .cases import Case
 
 __all__ = ["LISTED", "in_quick_proof"]
 
-#: Cases of the interpreted backends, each of which takes a path of their kernels that the others do not.
+#: The cases for the interpreted backends; each takes a path through their kernels that the others do not.
 LISTED = {
     "fla-interpret": (
         "no tokens", "DeltaNet", "bfloat16, 64 x 96", "gates one -inf",
@@ -23,7 +23,10 @@ LISTED = {
 
 
 def in_quick_proof(backend: Backend, case: Case) -> bool:
-    """Whether the quick proof runs this case on this backend: those listed for it, or, if it is slow, the essential."""
+    """Return whether the quick proof runs this case on this backend.
+
+    It runs the cases listed for the backend, if there are any; only the essential ones if it is slow; otherwise all.
+    """
     listed = LISTED.get(backend.name)
     if listed is not None:
         return case.name in listed

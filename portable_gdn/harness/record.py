@@ -1,4 +1,4 @@
-"""Run a suite on one backend and write what came of it, case by case."""
+"""Run a suite on one backend and record the results, case by case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Recorded", "record"]
 
 
 class Recorded(NamedTuple):
-    """How many cases have results, and which have none or results that are not finite, with the reason."""
+    """The number of cases with results, and the reasons for cases without results or with results not finite."""
 
     done: int
     refused: dict[str, str]
@@ -33,10 +33,21 @@ def record(
     store_inputs: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Recorded:
-    """Write a recording, whole or not at all. A case that fails is recorded as failed, and the rest goes on.
+    """Run cases on a backend and write a recording, completely or not at all.
+
+    A case that fails is recorded as failed, and the run continues.
+
+    Args:
+        path: the file to write.
+        backend: the backend.
+        suite: the name of the suite.
+        cases: the cases of the suite.
+        settings: the settings for the backend.
+        store_inputs: whether to store the inputs in the file.
+        progress: called with (description, number done, number of all).
 
     Raises:
-        GdnError: nothing can be written there.
+        GdnError: the file cannot be written.
     """
     check_target(path)
     done, refused, failed = 0, {}, {}

@@ -12,14 +12,14 @@ array       shape                                       meaning
 ``v``       [1, T, HV, V]                               values
 ``g``       [1, T, HV] (gdn) or [1, T, HV, K] (kda)     natural logarithm of the decay, <= 0
 ``beta``    [1, T, HV]                                  write strength
-``o``       [1, T, HV, V]                               what the layer's own torch code returned
+``o``       [1, T, HV, V]                               the output of the layer's own torch code
 ``state``   [1, HV, K, V]                               its state after the last token
 ==========  ==========================================  ==================================================
 
-The arrays named ``step_...`` are a second call: the last tokens of the same text, continued from a cache of
-the tokens before them, with ``step_initial_state`` [1, HV, K, V] the state that the rule was handed.
+The arrays named ``step_...`` belong to a second call: the last tokens of the text, continued from a cache of the tokens
+before them. ``step_initial_state`` [1, HV, K, V] is the state that was passed to the rule.
 
-This file reads the format with numpy alone, so that tests need neither torch nor safetensors.
+This module reads the format with numpy alone, so that tests need neither torch nor safetensors.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _METADATA = (
 
 @dataclass(frozen=True)
 class Recording:
-    """One recording: float32 arrays by name (shapes in the module's docstring) and string metadata."""
+    """One recording: float32 arrays by name (the module's docstring has their shapes) and metadata as strings."""
 
     arrays: Mapping[str, np.ndarray]
     metadata: Mapping[str, str]
 
 
 def bundled() -> list[Path]:
-    """Paths of the recordings that come with the package, sorted by name."""
+    """Return the paths of the recordings that come with the package, sorted by name."""
     return sorted((Path(__file__).parent / "data").glob("*.safetensors"))
 
 
@@ -65,7 +65,7 @@ def load(path: str | Path) -> Recording:
         path: a safetensors file in the format of the module's docstring.
 
     Returns:
-        The recording, its arrays writable and owned by the caller.
+        The recording, with writable arrays that the caller owns.
 
     Raises:
         GdnError: the file cannot be read, is not such a recording, or its arrays do not fit together.
@@ -91,7 +91,7 @@ def load(path: str | Path) -> Recording:
 
 
 def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Check the metadata that a reader computes with."""
+    """Check the metadata that readers use in computations."""
     for key, allowed in (("variant", ("gdn", "kda")), ("qk_l2norm", ("true", "false"))):
         if metadata[key] not in allowed:
             raise GdnError(f"{path}: metadata {key} is {metadata[key]!r}; it must be one of {allowed}.")
@@ -105,7 +105,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _check_call(path: Path, arrays: Mapping[str, np.ndarray], variant: str, prefix: str) -> dict[str, int]:
-    """Check names, shapes and values of one call's arrays; return the sizes T, H, HV, K and V."""
+    """Check the names, shapes and values of one call's arrays; return the sizes T, H, HV, K and V."""
     layout = {
         "q": "1 T H K", "k": "1 T H K", "v": "1 T HV V",
         "g": "1 T HV" if variant == "gdn" else "1 T HV K", "beta": "1 T HV",
@@ -121,7 +121,7 @@ def _check_call(path: Path, arrays: Mapping[str, np.ndarray], variant: str, pref
         shape = arrays[name].shape
         if len(shape) != len(axes.split()):
             raise GdnError(f"{path}: tensor {name} has shape {shape}; it must be [{axes}].")
-        # The first tensor that has an axis sets its size; every later one must agree.
+        # The first tensor with an axis sets the size of that axis, and every later one must agree.
         must = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes.split(), shape, strict=True))
         if shape != must:
             raise GdnError(f"{path}: tensor {name} has shape {shape}; it must be [{axes}] = {must}.")
@@ -139,7 +139,7 @@ def _check_call(path: Path, arrays: Mapping[str, np.ndarray], variant: str, pref
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The float32 tensors of a safetensors file, and its metadata."""
+    """Return the float32 tensors of a safetensors file, and its metadata."""
     file = TensorFile(path)
     arrays = {name: file.read(name) for name in file.shapes}
     for name, array in arrays.items():

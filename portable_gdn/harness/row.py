@@ -1,4 +1,4 @@
-"""One judged tensor of one case on one backend: a line of the proof's report."""
+"""One row of the proof's report: a judged tensor of one case on one backend."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Row"]
 
 
 class Row(NamedTuple):
-    """One line of the report: a tensor of a case on a backend.
+    """One row of the report: a tensor of a case on a backend.
 
-    token, token_head: of a tensor with tokens that fails, the first token that is beyond its budget (of a gradient the
-    last, where its fault begins), in its sequence, and a head in which it is.
+    If a tensor with tokens fails, ``token`` is the first token of its sequence that exceeds the budget (for a gradient
+    the last one, where its fault begins), and ``token_head`` is a head in which it does.
     """
 
     backend: str
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     token_head: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: figures that are not finite become strings."""
+        """Return the row as a dictionary for JSON, in which figures that are not finite are strings."""
         row = self._asdict()
         for name in ("error", "expected", "budget"):
             if not np.isfinite(row[name]):

@@ -1,17 +1,18 @@
 """The file of a recorded run: ``portable-gdn record`` writes one, ``compare`` and ``bisect`` read it.
 
-One safetensors file. Its metadata are strings: ``format`` and ``version`` of the file, ``created`` (UTC), and as JSON
-``suite`` (name and version), ``backend``, ``settings``, ``environment``, ``derived`` (stages that the backend never
-forms) and ``cases``: for each case its recipe (the arguments of ``cases.Case``), its status, the declared rounding,
-seconds, what served it (kernels with their configuration, where the backend tells; recordings of earlier versions do
-not), a hash of the inputs and one of the case's tensors. Tensors are named by the case's number in that list:
+It is one safetensors file. Its metadata are strings: ``format`` and ``version`` of the file, ``created`` (UTC), and as
+JSON ``suite`` (name and version), ``backend``, ``settings``, ``environment``, ``derived`` (stages that the backend
+never computes) and ``cases``. Each case has its recipe (the arguments of ``cases.Case``), its status, the declared
+rounding, the seconds taken, the code that computed it (kernels with their configuration, if the backend reports them;
+not in recordings of earlier versions), a hash of the inputs and one of the case's tensors. The names of tensors begin
+with the case's number in that list:
 
     12/o  12/state  12/conv_state  12/grad_q ...      results
     12/stage/scores/0 ...                              parts of stages, if they were recorded
     12/input/q  12/cotangent/o ...                     inputs, if they were stored
 
-Inputs that are not stored are built again from the recipe, and must have the same hash. A case without results says
-why. Cases are written and read one by one.
+Inputs that are not stored are built again from the recipe, and must have the recorded hash. A case without results has
+a reason. Cases are written and read one by one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ VERSION = "1"
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
     h = hashlib.sha256()
     for name in sorted(tensors):
         a = np.ascontiguousarray(tensors[name])
@@ -59,7 +60,10 @@ def _named(inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def inputs_digest(inputs: Inputs) -> str:
-    """Hash of a case's operands, cotangents and those options that are not the default (so that more can be added)."""
+    """Return the hash of a case's inputs: operands, cotangents, and the options that are not defaults.
+
+    Options with default values do not change the hash, so that more options can be added.
+    """
     plain = Options()._asdict()
     options = {name: value for name, value in inputs.options._asdict().items() if value != plain[name]}
     text = digest(_named(inputs)) + json.dumps(options, sort_keys=True)
@@ -67,7 +71,10 @@ def inputs_digest(inputs: Inputs) -> str:
 
 
 class RunWriter:
-    """``with RunWriter(path, ...) as out: out.add(case, inputs, outcome)``; the file appears as the block ends well."""
+    """Write a recording: ``with RunWriter(path, ...) as out: out.add(case, inputs, outcome)``.
+
+    The file appears only when the block ends without an error.
+    """
 
     def __init__(
         self, path: Path, suite: str, backend: str, settings: Settings, derived: Sequence[str], store_inputs: bool
@@ -87,7 +94,7 @@ class RunWriter:
         return self
 
     def add(self, case: Case, inputs: Inputs, outcome: Outcome) -> None:
-        """Append a case: what it was given (before settings were applied), and what came of it."""
+        """Append a case with its inputs, before settings were applied, and its outcome."""
         tensors = packed_tensors(outcome) | (_named(inputs) if self._store else {})
         for name, a in tensors.items():
             self._file.add(f"{len(self._cases)}/{name}", a)
@@ -119,14 +126,14 @@ class RunWriter:
 
 
 class RunFile:
-    """A recorded run, checked as far as its header says.
+    """A recorded run, of which only the header is checked when it is opened.
 
     Attributes:
         suite, backend, environment, settings, derived, created: as recorded.
         cases: the cases, in order.
 
     Raises:
-        GdnError: the file is no such recording, or of a version or suite that this package does not know.
+        GdnError: the file is not such a recording, or has a version or a suite that this package does not know.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,10 +185,10 @@ class RunFile:
         return {tensor: self._file.read(f"{i}/{tensor}") for tensor in entry["tensors"]}
 
     def check(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Read every tensor once and hold it against its hash.
+        """Read every tensor once, and compare it with its hash.
 
         Raises:
-            GdnError: a case's tensors are not those that were recorded, or results are not finite.
+            GdnError: a case's tensors differ from those that were recorded, or results are not finite.
         """
         for i, case in enumerate(self.cases):
             if progress is not None:
@@ -200,11 +207,11 @@ class RunFile:
                     )
 
     def intact(self, case: Case) -> bool:
-        """Whether a case's tensors have the hash that was recorded."""
+        """Return whether a case's tensors have the hash that was recorded."""
         return digest(self._tensors(case.name)) == self._entries[case.name][1]["sha256"]
 
     def outcome(self, case: Case) -> Outcome:
-        """What was recorded of a case."""
+        """Return the recorded outcome of a case."""
         entry = self._entries[case.name][1]
         tensors, stages = unpacked(self._tensors(case.name))
         results = {name: a for name, a in tensors.items() if "/" not in name}
@@ -214,10 +221,10 @@ class RunFile:
         return Outcome(case.name, status, why, results, stages, rounding, seconds, known, served)
 
     def inputs(self, case: Case) -> Inputs:
-        """A case's inputs: stored, or built again.
+        """Return a case's inputs, stored or built again.
 
         Raises:
-            GdnError: they are not those that were recorded.
+            GdnError: they differ from those that were recorded.
         """
         _, entry = self._entries[case.name]
         if entry["options"] is None:
@@ -240,7 +247,7 @@ class RunFile:
         return max(set(sizes), key=sizes.count) if sizes else None
 
     def recorded_inputs(self, case: Case) -> Inputs:
-        """The inputs as the recorded backend got them: with the recording's settings applied."""
+        """Return the inputs as the recorded backend got them, with the recording's settings applied."""
         return with_settings(self.inputs(case), self.settings)
 
 
@@ -251,10 +258,10 @@ def _options(found: Mapping[str, Any]) -> Options:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a file name that nothing can be written under.
+    """Check that a file can be written under this name.
 
     Raises:
-        GdnError: in a sentence.
+        GdnError: it cannot.
     """
     if not path.parent.is_dir():
         raise bad("--output", f"in {path.parent}, which is no folder", "name a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""The child's side of ``worker.py``: cases in on standard input, one JSON object a case out."""
+"""The child process of ``worker.py``: it reads cases on standard input, and writes one JSON object per case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     order = json.loads(sys.stdin.read())
-    one_thread()  # cases are small, and another process is at work beside this one
+    one_thread()  # cases are small, and other processes run at the same time
     for answer in _verified(order) if order["task"] == "verify" else _run(order):
         print(json.dumps(answer), file=answers, flush=True)
 

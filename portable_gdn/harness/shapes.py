@@ -1,4 +1,4 @@
-"""A call of the rule by its dimensions alone, for reports that compile it and compute nothing."""
+"""Calls of the rule described by their dimensions alone, for reports that compile them without computing anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..spec.errors import bad
 __all__ = ["DTYPES", "OPERATIONS", "VARIANTS", "Shape", "check_shape", "operand_shapes"]
 
 OPERATIONS = ("forward", "backward", "step")
-#: Variants as they are typed, and the granularity of g, erase and write: "head", "channel", "group" or none.
+#: The variants as users type them, and the granularity of g, erase and write: "head", "channel", "group" or none.
 VARIANTS = {
     "gdn": ("head", None),
     "delta": (None, None),
@@ -22,8 +22,11 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 class Shape(NamedTuple):
-    """Dimensions and dtype of a call; groups: decays a head, of the tile-grouped variant; sequences: so many are packed
-    in the row, each from a state of its own, or 0."""
+    """The dimensions and the dtype of a call.
+
+    ``groups`` is the number of decays per head in the tile-grouped variant. ``sequences`` is the number of sequences
+    that are packed in the row, each with a state of its own, or 0.
+    """
 
     batch: int = 1
     seqlen: int = 2048
@@ -37,10 +40,10 @@ class Shape(NamedTuple):
 
 
 def check_shape(op: str, variant: str, shape: Shape) -> None:
-    """Check what was typed.
+    """Check an operation, a variant and a shape that a user typed.
 
     Raises:
-        GdnError: an operation, variant, dtype or dimension that there is not.
+        GdnError: the operation, the variant, the dtype or a dimension is not possible.
     """
     if op not in OPERATIONS:
         raise bad("--op", repr(op), f"be one of {', '.join(OPERATIONS)}")
@@ -62,7 +65,10 @@ def check_shape(op: str, variant: str, shape: Shape) -> None:
 
 
 def operand_shapes(op: str, variant: str, shape: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each operand of the rule by name, the state left out; float32 but for q, k and v."""
+    """Return the shape and the dtype of each operand of the rule but the state, by name.
+
+    All are float32 except q, k and v.
+    """
     B, T, H, HV, K, V, dtype, n, _ = shape
     decay, gates = VARIANTS[variant]
     lead = (B,) if op == "step" else (B, T)

@@ -1,8 +1,9 @@
-"""Where two computations of one call part: the first stage, chunk, head and token, and what both have there.
+"""Find where two computations of a call begin to differ: the first stage, chunk, head and token, with the values there.
 
-"First" is by chunk, then by the order of the stages in one chunk. A stage's error is judged as a result's is: against
-3 (u + E) + 8 eps |summands|, per row, chunk and head, with u the rounding of the dtype that the stage is stored in, and
-E the median error of the specification's stages under the declared roundings (float32 where there are none).
+The first place is the one in the earliest chunk and, within that chunk, in the earliest stage. Errors of stages are
+judged like those of results: against 3 (u + E) + 8 eps |summands| per row, chunk and head, where u is the rounding of
+the dtype in which the stage is stored, and E is the median error of the specification's stages under the declared
+roundings (or in float32 if there are none).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
     "partial_stages", "stage_errors",
 ]  # fmt: skip
 
-#: What the parts of a stage are called.
+#: The names of the parts of each stage.
 PARTS = {
     "decay": ("G", "resets"),
     "scores": ("Akk", "Aqk"),
@@ -46,12 +47,12 @@ PARTS = {
 
 Budgets = dict[str, tuple[Any, ...]]
 
-#: Runs whose largest error is looked at where the median of few is not enough; see ``judge``.
+#: The number of runs whose largest error counts if the median of a few is not enough; see ``judge``.
 MANY_RUNS = 64
 
 
 class Side(NamedTuple):
-    """One computation: its name, its stages, what it declares to round, and which stages it derives."""
+    """One computation: its name, its stages, its declared rounding, and the stages that it derives."""
 
     name: str
     stages: Stages
@@ -60,14 +61,15 @@ class Side(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """The first place where a stage is further from another than both may be.
+    """The first place where the difference between two sides exceeds the budgets of both.
 
-    row: of packed sequences, the sequence. token: in its row, the first of the chunk that is beyond what it may be (of
-    a state: the first token that reads it). values: of both sides, and exact, there. error, budget and norm are L2
-    norms over this stage of this row, chunk and head: of the difference, what it may be, and of the exact stage; so are
-    token_error and token_budget over this token alone. worst: the token and column of the largest difference, and the
-    three values there. wrong: which of the sides is beyond its own budget against the exact stage. derived: which
-    derive the stage, since they never form it.
+    ``row`` is the row, or with packed sequences the sequence. ``token`` is the first token of the chunk that exceeds
+    its budget, counted in its row; for a state it is the first token that reads it. ``values`` are those of both sides
+    and the exact one at that place. ``error``, ``budget`` and ``norm`` are L2 norms over this stage of this row, chunk
+    and head: of the difference, of what is allowed, and of the exact stage. ``token_error`` and ``token_budget`` are
+    the norms over this token alone. ``worst`` has the token and column of the largest difference, and the three values
+    there. ``wrong`` says which sides exceed their own budgets against the exact stage, and ``derived`` which sides
+    derive the stage because they never compute it.
     """
 
     stage: str
@@ -89,7 +91,7 @@ class Parting(NamedTuple):
     hint: str = ""
 
     def sentence(self, a: str, b: str) -> str:
-        """The place, the values, and which side is wrong, in words."""
+        """Describe the place, the values, and which side is wrong, in sentences."""
         names, (token, column, values) = (a, b), self.worst
         parts = [self.brief(a, b)]
         if self.stage == "state":
@@ -109,7 +111,7 @@ class Parting(NamedTuple):
         return "; ".join([*parts, *([self.hint] if self.hint else [])])
 
     def brief(self, a: str, b: str) -> str:
-        """The place, both values and the exact one, and which side is wrong."""
+        """Describe briefly the place, both values and the exact one, and which side is wrong."""
         by = [name for name, derives in zip((a, b), self.derived, strict=True) if derives]
         derived = f" (derived by {' and '.join(by)}: {'its' if len(by) == 1 else 'their'} kernel never forms it)"
         return (
@@ -119,7 +121,7 @@ class Parting(NamedTuple):
         )
 
     def verdict(self, a: str, b: str) -> str:
-        """Which side is wrong."""
+        """Say which side is wrong."""
         if all(self.wrong):
             return f"{a} and {b} are both wrong, each beyond its own budget"
         for name, wrong in zip((a, b), self.wrong, strict=True):
@@ -134,7 +136,7 @@ class Parting(NamedTuple):
         return f"{names[0]} {first:.9g}, {other}exact {exact:.9g}"
 
 
-#: The other side of a parting that a side has with the exact stages.
+#: The name of the other side if a side is compared with the exact stages.
 SPECIFICATION = "the specification"
 
 
@@ -142,9 +144,9 @@ _EXACT = Algebra(xp, matmul)
 
 
 class StageTruth:
-    """The exact stages of a call at one chunk size, and what a declared rounding may do to them.
+    """The exact stages of a call at one chunk size, and the errors that a declared rounding may cause in them.
 
-    Packed sequences are in rows of their own, as ``cases.in_rows`` has them.
+    Packed sequences become rows of their own, as in ``cases.in_rows``.
     """
 
     def __init__(self, inputs: Inputs, chunk: int) -> None:
@@ -160,7 +162,7 @@ class StageTruth:
         self._expected: dict[Any, Budgets] = {}
 
     def expected(self, rounding: Rounding, many: bool = False) -> Budgets:
-        """E of every part: norms [B, chunks, HV], the median of few runs or the largest of many."""
+        """Return E for every part, norms [B, chunks, HV]: the median of a few runs, or the largest of many."""
         key = rounding.key(), many
         if key not in self._expected:
             seeds, of = (MANY_RUNS, np.fmax.reduce) if many else (SEEDS, partial(np.median, axis=0))
@@ -174,7 +176,7 @@ class StageTruth:
         return self._expected[key]
 
     def expected_by_token(self, rounding: Rounding, name: str, i: int) -> np.ndarray:
-        """E of one part by token (row of the part), [B, chunks, HV, C]: the largest of few runs."""
+        """Return E for one part by token (row of the part), [B, chunks, HV, C]: the largest of a few runs."""
         exact = self.exact[name][i]
         runs = [self._seeded(rounding, seed)[name][i] for seed in range(SEEDS)]
         return np.fmax.reduce([_rows(run - exact) for run in runs])
@@ -192,7 +194,7 @@ class StageTruth:
     def _run(self, rounding: Rounding, rng: np.random.Generator) -> Stages:
         s = self.problem.signature
         if not rounding.exact:
-            # Queries and keys may be rounded once, before all products, and then meet the gates as they are.
+            # Queries and keys may be rounded once, before all products; the gates then multiply the rounded values.
             p = self._prepared
             p = p._replace(q=_rounded(p.q, "q", rounding, rng), k=_rounded(p.k, "k", rounding, rng))
             found = probe_prepared(Algebra(xp, rounded_product(rounding, rng)), s, p, self.chunk)
@@ -227,7 +229,7 @@ def _rounded(a: np.ndarray, name: str, rounding: Rounding, rng: np.random.Genera
 
 
 def _shuffled(p: Prepared, s: Signature, rng: np.random.Generator) -> tuple[Prepared, np.ndarray]:
-    """The operands with their key channels in another order, a group's together: float32 sums run in another order."""
+    """Shuffle the key channels of the operands, keeping groups together, so that float32 sums run in another order."""
     K = s.K
     width = K if s.groups in (0, 1, K) else K // s.groups
     order = (np.arange(0, K, width)[:, None] + rng.permutation(width)).ravel()
@@ -242,7 +244,7 @@ def _shuffled(p: Prepared, s: Signature, rng: np.random.Generator) -> tuple[Prep
 
 
 def _cropped(stages: Stages, s: Signature, chunk: int) -> Stages:
-    """Zeros where a row's last chunk was filled up, so that it does not matter with what; and S by chunk, one more."""
+    """Set the padding of each row's last chunk to zeros, and join the states into one array, [B, chunks + 1, ...]."""
     count = -(-s.T // chunk)
     valid = (np.arange(count * chunk) < s.T).reshape(1, count, 1, chunk)
     found: Stages = {}
@@ -265,19 +267,19 @@ def _cropped(stages: Stages, s: Signature, chunk: int) -> Stages:
 
 
 def _norms(a: np.ndarray) -> np.ndarray:
-    """[B, chunks, HV] from [B, chunks, HV, ...]."""
+    """Return the L2 norms [B, chunks, HV] of [B, chunks, HV, ...]."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.sqrt((np.asarray(a, np.float64) ** 2).sum((-1, -2)))
 
 
 def _rows(a: np.ndarray) -> np.ndarray:
-    """[B, chunks, HV, C] from [B, chunks, HV, C, ...]."""
+    """Return the L2 norms [B, chunks, HV, C] of [B, chunks, HV, C, ...]."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.sqrt((np.asarray(a, np.float64) ** 2).sum(-1))
 
 
 def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
-    """The summands of every stage's results before they cancel, from the exact results of the stages before."""
+    """Return the sizes of every stage's summands before they cancel, from the exact results of earlier stages."""
     size = lambda a: None if a is None else np.abs(a)  # noqa: E731
     decays = st.Decays(*exact["decay"])
     (_, Aqk), (T,), (U, W) = (exact[name] for name in ("scores", "inverse", "wy"))
@@ -285,7 +287,7 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
     before = np.abs(S)
 
     def rows(a: np.ndarray | None) -> np.ndarray | None:
-        """[B, T, heads, D] as [B, chunks, HV, C, D]."""
+        """Reshape [B, T, heads, D] to [B, chunks, HV, C, D]."""
         if a is None:
             return None
         pad = -a.shape[1] % chunk
@@ -308,8 +310,10 @@ def _sizes(exact: Stages, s: Signature, p: Prepared, chunk: int) -> Stages:
 
 
 def _may(truth: StageTruth, name: str, i: int, error: np.ndarray, *sides: tuple[Side, np.ndarray]) -> np.ndarray:
-    """3 (u + E) + floor of one part of all sides, each with its value: [B, chunks, HV]. As with results, E is the
-    largest of many runs where an error is beyond that and not hopeless."""
+    """Return 3 (u + E) + floor, summed over all sides, for one part, [B, chunks, HV].
+
+    As with results, E is the largest of many runs where an error exceeds the budget but is not hopeless.
+    """
     exact = truth.exact[name][i]
     assert exact is not None
 
@@ -326,7 +330,7 @@ def _may(truth: StageTruth, name: str, i: int, error: np.ndarray, *sides: tuple[
 
 
 def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]]:
-    """By stage, of the worst part, chunk and head: error and budget, relative to the norm of the exact part."""
+    """Return for each stage the error and the budget of its worst part, chunk and head, relative to the exact part."""
     found = {}
     stages = _cropped(side.stages, truth.problem.signature, truth.chunk)
     for name, parts in stages.items():
@@ -348,26 +352,29 @@ def stage_errors(truth: StageTruth, side: Side) -> dict[str, tuple[float, float]
 
 
 def partial_stages(stages: Stages) -> bool:
-    """Whether there are states at chunk borders and outputs alone."""
+    """Return whether there are only states at chunk borders and outputs."""
     return bool(stages) and set(stages) <= {"state", "output"}
 
 
 def chunk_of(stages: Stages) -> int:
-    """Tokens a chunk."""
+    """Return the number of tokens per chunk."""
     part = stages["output"][0]
     assert part is not None
     return int(part.shape[-2])
 
 
 def at_common_boundaries(a: Side, b: Side, tokens: int) -> tuple[Side, Side, int, str]:
-    """Both sides at one chunk size, that size, and what had to be left out for it, as a sentence or "".
+    """Bring both sides to one chunk size.
 
-    Of chunks of different size only states at boundaries that both have, and outputs, can be compared.
+    With chunks of different sizes only outputs, and states at boundaries that both sides have, can be compared.
+
+    Returns:
+        Both sides, the chunk size, and a sentence on what had to be left out, or "".
     """
     sizes = [chunk_of(side.stages) for side in (a, b)]
     if sizes[0] == sizes[1]:
         return a, b, sizes[0], ""
-    if tokens <= min(sizes):  # each has one chunk, filled up further than the other's
+    if tokens <= min(sizes):  # each has one chunk, with different padding
         a, b = (side._replace(stages={n: _cut(n, x, min(sizes)) for n, x in side.stages.items()}) for side in (a, b))
         return a, b, min(sizes), ""
     size, borders_only = max(sizes), any(partial_stages(side.stages) for side in (a, b))
@@ -382,7 +389,7 @@ def at_common_boundaries(a: Side, b: Side, tokens: int) -> tuple[Side, Side, int
 
 
 def _cut(name: str, parts: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """The first ``size`` tokens of a stage of one chunk."""
+    """Return the first ``size`` tokens of a stage of one chunk."""
     if name == "state":
         return parts
     columns = size if name in ("scores", "inverse") else None
@@ -390,7 +397,7 @@ def _cut(name: str, parts: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def _joined(stages: Stages, size: int) -> Stages:
-    """States and outputs in larger chunks."""
+    """Return states and outputs in larger chunks."""
     (before, after), (o,) = stages["state"], stages["output"]
     assert before is not None
     assert after is not None
@@ -404,9 +411,12 @@ def _joined(stages: Stages, size: int) -> Stages:
 
 
 def first_parting(truth: StageTruth, a: Side, b: Side | None = None) -> Parting | None:
-    """Where ``a`` first leaves ``b`` further than both may be from the truth; without ``b``, where it leaves the truth.
+    """Find the first place where ``a`` differs from ``b``, or without ``b`` from the exact stages, beyond the budget.
 
-    None if it nowhere does. Both must have been probed in chunks of ``truth.chunk``.
+    Both must have been probed in chunks of ``truth.chunk``.
+
+    Returns:
+        The place, or None if there is none.
     """
     s, chunk = truth.problem.signature, truth.chunk
     mine = _cropped(a.stages, s, chunk)
@@ -463,8 +473,11 @@ def _three(x: Iterable[float]) -> tuple[float, float, float]:
 def _token_budgets(
     truth: StageTruth, name: str, i: int, at: tuple[int, int, int], may: float, sides: list[tuple[Side, Any]]
 ) -> np.ndarray:
-    """What each token of a chunk and head may be off by, [C]: as the chunk is judged, and no less than an even share
-    of what the chunk may be, since of one token few runs say little."""
+    """Return the budget of each token of a chunk and head, [C].
+
+    It is computed like that of the chunk, but is no less than an equal share of the chunk's, because a few runs say
+    little about one token.
+    """
     exact = np.asarray(truth.exact[name][i])
     least = np.zeros(exact.shape[-2])
     for side, value in sides:
@@ -475,13 +488,13 @@ def _token_budgets(
 
 
 def _wrong(truth: StageTruth, name: str, i: int, at: tuple[int, int, int], side: Side, value: Any) -> bool:
-    """Whether a side is beyond its own budget against the exact stage."""
+    """Return whether a side exceeds its own budget against the exact stage."""
     error = _norms(np.asarray(value, np.float64) - np.asarray(truth.exact[name][i], np.float64))
     return not error[at] <= _may(truth, name, i, error, (side, value))[at]
 
 
 def _hint(sides: list[tuple[Side, Any]], truth: StageTruth, name: str, i: int, at: tuple[int, int, int]) -> str:
-    """What the values themselves give away: float32 numbers that bfloat16 can hold, every one, were rounded to it."""
+    """Return a hint from the values themselves: if bfloat16 can hold all float32 values, they were rounded to it."""
     for side, value in sides:
         if only_bfloat16(np.asarray(value)[at], np.asarray(truth.exact[name][i])[at]):
             return f"every value of {side.name} there is one that bfloat16 can hold: it was rounded to bfloat16"

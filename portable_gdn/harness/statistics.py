@@ -1,7 +1,8 @@
-"""What structure an error has: where it lies, whether it grows, whether it leans to one side.
+"""The structure of an error: where it is, whether it grows, and whether it is biased.
 
-An error that is rounding alone is spread evenly over heads, chunks and positions, grows no faster than the result, has
-no mean and does not follow the result. Each departure is said in a sentence, with its figure.
+An error that consists of rounding alone is spread evenly over heads, chunks and positions, grows no faster than the
+result, has a mean of zero and is not correlated with the result. Every deviation from this is reported in a sentence
+with its figure.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from ..spec.problem import Signature
 
 __all__ = ["Statistics", "and_list", "by_token", "statistics"]
 
-STANDS_OUT = 4.0  # times the median of its kind, in root mean square
-MOST_NAMED = 8  # of a kind, one by one
-ROWS = 256  # of an error map: more tokens are averaged
+STANDS_OUT = 4.0  # how many times the median of its kind, in root mean square, an outlier is
+MOST_NAMED = 8  # the most outliers of a kind that are named one by one
+ROWS = 256  # the rows of an error map; more tokens are averaged
 
 _TOKENS = (*PER_TOKEN, "o")
 
 
 class Statistics(NamedTuple):
-    """Errors of one tensor, root mean square in units of the exact tensor's; empty where it has no tokens.
+    """The errors of one tensor, as root mean squares relative to that of the exact tensor.
 
-    by_token: [rows, heads], tokens averaged to ROWS of them. by_position: within a chunk. drift: the last quarter's
-    error over the first quarter's, each relative to the result there. bias: mean error over root mean square error;
-    bias_sigmas: the mean in its standard errors. gain: slope of the error against the exact result. ulps: share of
-    elements that are off by 0, up to 1, 2, 4, ... units in the last place of the result's dtype; the last is the rest.
+    ``by_token`` is [rows, heads], with tokens averaged to at most ROWS rows. ``by_position`` is by the position within
+    a chunk. ``drift`` is the error of the last quarter over that of the first, each relative to the result there.
+    ``bias`` is the mean error over the root mean square error, and ``bias_sigmas`` is the mean in units of its standard
+    error. ``gain`` is the slope of the error against the exact result. ``ulps`` are the fractions of elements that are
+    off by 0, up to 1, 2, 4, ... units in the last place of the result's dtype, and last the rest.
     """
 
     by_head: list[float]
@@ -45,7 +47,7 @@ class Statistics(NamedTuple):
     tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: figures that are not finite become strings."""
+        """Return the statistics as a dictionary for JSON, in which figures that are not finite are strings."""
         clean = lambda x: x if not isinstance(x, float) or np.isfinite(x) else str(x)  # noqa: E731
         table = self._asdict()
         for name, value in table.items():
@@ -59,7 +61,7 @@ class Statistics(NamedTuple):
 
 
 def by_token(name: str, a: np.ndarray, s: Signature) -> np.ndarray | None:
-    """A tensor as [B, T, heads, channels], or None if it has no tokens."""
+    """Return a tensor as [B, T, heads, channels], or None if it has no tokens."""
     plain = name.removeprefix("grad_")
     if plain not in _TOKENS or not a.size:
         return None
@@ -74,11 +76,18 @@ def by_token(name: str, a: np.ndarray, s: Signature) -> np.ndarray | None:
 def statistics(
     name: str, value: np.ndarray, exact: np.ndarray, s: Signature, chunk: int, starts: np.ndarray | None = None
 ) -> Statistics | None:
-    """What stands out in the error of one tensor; None if it has no tokens.
+    """Compute statistics of the error of one tensor, with sentences on everything that stands out.
 
     Args:
-        chunk: tokens a chunk.
-        starts: for packed sequences, where each begins (cu_seqlens).
+        name: the name of the tensor.
+        value: the computed tensor.
+        exact: the exact tensor.
+        s: the signature of the call.
+        chunk: the number of tokens per chunk.
+        starts: cu_seqlens, if sequences are packed.
+
+    Returns:
+        The statistics, or None if the tensor has no tokens.
     """
     truth = by_token(name, exact, s)
     if truth is None:
@@ -120,7 +129,7 @@ def statistics(
 
 
 def _means(x: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """Mean of x over its first axis, by label; labels that do not occur are left out."""
+    """Return the mean of x over its first axis for each label; labels that do not occur are left out."""
     kinds, place = np.unique(label, return_inverse=True)
     total = np.zeros((len(kinds), *x.shape[1:]))
     np.add.at(total, place, x)
@@ -136,7 +145,7 @@ def _drift(error: np.ndarray, size: np.ndarray) -> float:
 
 
 def _lean(error: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
-    """Mean over root mean square, the mean in standard errors, and the slope of the error against the truth."""
+    """Return the mean over the root mean square, the mean in standard errors, and the slope against the truth."""
     rms = float(np.sqrt((error**2).mean()))
     if not rms or not np.isfinite(rms):
         return 0.0, 0.0, 0.0
@@ -155,12 +164,12 @@ def _at_least(x: float) -> str:
 
 
 def _standing_out(what: str, values: list[float]) -> list[str]:
-    """A sentence if some of several stand out; it names all of them."""
+    """Return a sentence that names all values that stand out, if some do."""
     if len(values) < 3:
         return []
     middle = float(np.median(values))
     out = [i for i, value in enumerate(values) if value > STANDS_OUT * middle or not np.isfinite(value)]
-    if not 0 < len(out) <= min(MOST_NAMED, len(values) // 2):  # of many none is an exception
+    if not 0 < len(out) <= min(MOST_NAMED, len(values) // 2):  # if many stand out, none is an exception
         return []
     least = min(values[i] for i in out)
     known = middle > 0 and np.isfinite(least)
@@ -176,13 +185,13 @@ def _plural(what: str) -> str:
 
 
 def and_list(names: list[Any]) -> str:
-    """ "1", "1 and 4", "1, 2 and 4"."""
+    """Join names as in "1", "1 and 4", "1, 2 and 4"."""
     *most, last = map(str, names)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def _ulps(value: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    """Distances in units in the last place of the value's dtype, as shares of all elements."""
+    """Return distances in units in the last place of the value's dtype, as fractions of all elements."""
     value, bits = np.asarray(value), {"float32": 23, "float16": 10, "bfloat16": 7, "float64": 52}
     smallest = {"float32": -149, "float16": -24, "bfloat16": -133, "float64": -1074}[value.dtype.name]
     nearest = np.asarray(exact).astype(ml_dtypes.bfloat16 if value.dtype.name == "bfloat16" else value.dtype)

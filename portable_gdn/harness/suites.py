@@ -1,4 +1,4 @@
-"""Suites: named lists of cases that two machines can agree on. A change of one is a new version of all."""
+"""Suites are named lists of cases that two machines can both run. Any change to one is a new version of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .cases import Case, cases_named, designed, pairwise, recorded
 __all__ = ["READABLE", "SUITES", "SUITE_VERSION", "suite"]
 
 SUITE_VERSION = "3"
-#: Versions whose recordings are read: their recipes are in the file, and inputs are held against its hashes.
+#: Versions whose recordings can be read: the file has their recipes, and hashes to compare the inputs with.
 READABLE = ("1", "2", "3")
 
 _QUICK = (
@@ -26,7 +26,7 @@ def _standard() -> list[Case]:
 
 
 def _full() -> list[Case]:
-    """With the pairwise plan, and sequences long enough to show an error that grows with every token."""
+    """Return the full suite, with the pairwise plan and sequences long enough to show errors that grow per token."""
     long = [
         Case(f"4096 tokens, {variant}, {dtype}", variant, 4096, dtype, H=1, HV=2, K=64, V=64, seed=7)
         for variant, dtype in (("GDN", "bfloat16"), ("KDA", "float32"))
@@ -38,10 +38,10 @@ SUITES = {"quick": _quick, "standard": _standard, "full": _full}
 
 
 def suite(name: str) -> list[Case]:
-    """The cases of a suite.
+    """Return the cases of a suite.
 
     Raises:
-        GdnError: there is none of that name.
+        GdnError: there is no suite of that name.
     """
     if name not in SUITES:
         raise bad("--suite", repr(name), f"be one of {', '.join(SUITES)}")

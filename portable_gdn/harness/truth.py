@@ -1,4 +1,4 @@
-"""What a case's results must be: by the oracle, and how far a declared rounding may be from it, each computed once."""
+"""The exact results of a case, and the error that each declared rounding may have, each computed only once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Truth"]
 
 
 class Truth:
-    """Exact results of one case, and expectations by rounding."""
+    """The exact results of one case, and the expectation for each rounding."""
 
     def __init__(self, inputs: Inputs, gradients: bool = True) -> None:
-        # A copy of the dict: the door may put another form of an operand into it. The oracle knows no precision, and
-        # chunks that a backend cannot have are no concern of its.
+        # A copy of the dict, since normalising the call may replace an operand in it by another form. The oracle
+        # ignores the precision, and chunk sizes that a backend does not support.
         options = inputs.options._replace(precision=None, chunk_size=None)
         self.problem, _ = door.normalise(dict(inputs.operands), options, "numpy", check_values=True)
         self.cotangents = inputs.cotangents if gradients else None
@@ -28,14 +28,14 @@ class Truth:
         self._expected: dict[Any, Expectation] = {}
 
     def expectation(self, rounding: Rounding | None) -> Expectation:
-        """What separates a backend that rounds like this from the exact results; None: what separates any."""
+        """Return how much a backend with this rounding may differ from the exact results; None is for any backend."""
         key = None if rounding is None else rounding.key()
         if key not in self._expected:
             self._expected[key] = expect(self.problem, self.cotangents, rounding, self.exact)
         return self._expected[key]
 
     def by_stages(self) -> Expectation:
-        """The stages in float64 as the exact results, which judge the oracle in their turn."""
+        """Return an expectation with the float64 stages as the exact results, by which the oracle itself is judged."""
         expectation = self.expectation(Rounding())
         e = evaluated(self.problem, self.cotangents, chunk_by_chunk())
         exact: dict[str, np.ndarray] = {"o": e.o, "state": e.state}

@@ -1,4 +1,7 @@
-"""The proof on one machine: every backend that runs here, on every case, forward and gradients, against the oracle."""
+"""The proof on one machine: it compares every backend that runs here with the oracle, on every case.
+
+Outputs, states and gradients are compared.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = ["NotRun", "Report", "Row", "cases_for", "verify"]
 
 
 class NotRun(NamedTuple):
-    """What was not compared, and why."""
+    """A backend, and perhaps a case, that was not compared, and the reason."""
 
     backend: str
     case: str
@@ -37,7 +40,7 @@ class NotRun(NamedTuple):
 
 @dataclass
 class Report:
-    """All rows, what was not run, and the verdict."""
+    """The report of a proof: all its rows, what was not run, and the verdict."""
 
     rows: list[Row] = field(default_factory=list)
     not_run: list[NotRun] = field(default_factory=list)
@@ -46,15 +49,15 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something was judged and all of it holds."""
+        """Whether at least one tensor was judged, and all that were judged are within their budgets."""
         return any(row.judged for row in self.rows) and all(row.ok for row in self.rows)
 
     def groups(self) -> list[Group]:
-        """The failures by likely cause."""
+        """The failures, grouped by likely cause."""
         return groups(self.rows, self.cases)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dictionary for JSON."""
         return {
             "ok": self.ok,
             "groups": [
@@ -75,7 +78,7 @@ class Report:
 
 
 def cases_for(full: bool) -> list[Case]:
-    """Cases of the quick or of the full proof."""
+    """Return the cases of the quick proof, or of the full one."""
     return [*designed(), *recorded(), *([*pairwise(), *strengths()] if full else [])]
 
 
@@ -91,20 +94,24 @@ def verify(
     spread: bool = False,
     devices: int | None = None,
 ) -> Report:
-    """Run the proof.
+    """Run the proof: compare backends with the oracle, case by case.
 
     Args:
-        names: backends; None takes all that run on this machine.
-        full: all cases on all of them, the pairwise plan, and each strength of finer gates.
-        cases: instead of those of the quick or full proof.
-        progress: called with (what, done, of).
-        in_process: keep backends that want a process of their own in this one.
-        spread: give those that XLA interprets on a CPU one, too, whose compiler takes less trouble.
-        devices: split every call over the rows, the heads and the tokens of at most so many virtual CPU devices, in
-            processes that have them; names are then of backends for JAX arrays, and None is ``xla``.
+        names: the names of the backends; None takes all that run on this machine.
+        full: run all cases on every backend, including the pairwise plan and every strength of the finer gates.
+        cases: the cases to run instead of those of the quick or the full proof.
+        progress: called with (description, number done, number of all).
+        in_process: run backends in this process that would otherwise get a process of their own.
+        spread: run backends that XLA interprets on a CPU in a process of their own, too, with fewer compiler
+            optimisations.
+        devices: split every call over rows, heads or tokens among at most this many virtual CPU devices, in processes
+            that have them. ``names`` must then be backends for JAX arrays; None means ``xla``.
+
+    Returns:
+        The report.
 
     Raises:
-        GdnError: a backend asked for does not exist or cannot run here.
+        GdnError: a backend does not exist or cannot run here.
     """
     report = Report()
     cases = report.cases = cases_for(full) if cases is None else list(cases)
@@ -148,7 +155,7 @@ def verify(
 def _collect(
     report: Report, together: list[Backend], workers: list[Worker], full: bool, progress: Progress | None
 ) -> None:
-    """Run the report's cases on some backends here, and take in what workers find."""
+    """Run the report's cases on some backends in this process, and collect the answers of the workers."""
     cases = report.cases
     total = (len(cases) if together else 0) + sum(len(worker.cases) for worker in workers)
     done = 0
@@ -174,16 +181,16 @@ def _collect(
         progress("", total, total)
 
 
-#: Kernels for another device that XLA's CPU compiler runs for the proof's sake. How well it optimises the interpreter
-#: is no part of the proof, and without that it takes half the time.
+#: Backends whose kernels are meant for another device and run on a CPU only for the proof. The optimisation of the
+#: interpreter is not part of the proof, and without it the proof takes half the time.
 INTERPRETED = ("pallas-interpret",)
-RECORDED = "transformers"  # whose results recordings of layers hold
+RECORDED = "transformers"  # the library whose results the recordings of layers contain
 ONLY_BFLOAT16 = "every value is one that bfloat16 can hold: it was rounded to bfloat16"
 LEFT = "left to --full: each new shape costs it seconds"
 
 
 def _less_trouble() -> dict[str, str]:
-    """Environment in which XLA's CPU compiler leaves optimisations out, unless somebody asked for a level."""
+    """Return environment variables that turn optimisations of XLA's CPU compiler off, unless a level was asked for."""
     flags = os.environ.get("XLA_FLAGS", "")
     level = "--xla_backend_optimization_level"
     return {} if level in flags else {"XLA_FLAGS": f"{flags} {level}=0".strip()}
@@ -198,7 +205,7 @@ def _take(answer: dict[str, Any], backend: str, report: Report) -> None:
     for row in answer["rows"]:
         for name in ("error", "expected", "budget"):
             row[name] = float(row[name])
-        if row["backend"] == backend:  # recordings are judged by the process at the other end already
+        if row["backend"] == backend:  # the worker has already judged the recordings
             report.rows.append(Row(**row))
     report.not_run += [NotRun(**item) for item in answer["not_run"]]
     for name, seconds in answer["seconds"].items():
@@ -240,7 +247,7 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
             report.rows.append(row)
             continue
         report.seconds[backend.name] = report.seconds.get(backend.name, 0.0) + outcome.seconds
-        # The oracle is not judged by itself.
+        # The oracle cannot be judged against itself.
         expectation = truth.by_stages() if backend.name == "numpy" else truth.expectation(outcome.rounding)
         _compare(report, _Computed(backend.name, case, inputs, outcome.tensors, fault=outcome.known), expectation, s)
     if inputs.recorded:
@@ -250,11 +257,11 @@ def _run_case(case: Case, chosen: list[Backend], full: bool, report: Report) -> 
 
 
 class _Computed(NamedTuple):
-    """The tensors that a backend, or a library whose results are recorded, computed in a case.
+    """The tensors that a backend, or a library whose results were recorded, computed in a case.
 
     Attributes:
-        fault: what a library that the backend calls is known to get wrong here, or "".
-        note: what is to be said of gradients.
+        fault: a known error of a library that the backend calls in this case, or "".
+        note: a remark on the gradients.
     """
 
     name: str
@@ -272,7 +279,7 @@ def _compare(report: Report, computed: _Computed, e: Expectation, s: Signature) 
         if tensor not in found:
             report.rows.append(Row(name, case.name, tensor, float("inf"), 0.0, 0.0, False, True, 0, "missing"))
             continue
-        said = note if len(found) == 2 or tensor.startswith("grad_") else ""  # a remark is on gradients
+        said = note if len(found) == 2 or tensor.startswith("grad_") else ""  # the remark is about gradients
         verdict = judge(tensor, found[tensor], e, s)
         if not verdict.ok and fault and np.isfinite(verdict.error):
             verdict, said = verdict._replace(ok=True, judged=False), fault

@@ -1,8 +1,8 @@
-"""Run one backend's cases in a process of their own (``serve.py``), and read what it finds as it finds it.
+"""Run one backend's cases in a child process (``serve.py``), and read its answers as they come.
 
-For a backend that must choose its interpreter before a library is imported, or that may take its process down. The
-child gets its cases as JSON on standard input and answers with one JSON object a line; whatever libraries print goes
-to standard error. A child that ends early fails every case that it has not answered.
+This is for a backend that must choose its interpreter before a library is imported, or that may crash its process. The
+child gets its cases as JSON on standard input, and answers with one JSON object per line; everything that libraries
+print goes to standard error. If the child ends early, all cases that it has not answered fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """A child process at work on one backend; iterate ``answers`` to collect, ``close`` to end it."""
+    """A child process that runs cases on one backend. Iterate over ``answers`` for its results; ``close`` ends it."""
 
     def __init__(
         self,
@@ -34,7 +34,15 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
-        """``task`` and ``more``: what ``serve.py`` shall do with each case. ``environment``: variables of the child."""
+        """Start the child process.
+
+        Args:
+            backend: the name of the backend.
+            cases: the cases to run.
+            task: the task of ``serve.py`` for each case.
+            environment: additional environment variables for the child.
+            more: arguments of the task.
+        """
         self.backend, self.cases = backend, list(cases)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -54,13 +62,13 @@ class Worker:
             self._process.stdin.write(order)
             self._process.stdin.close()
         except OSError:
-            pass  # the child is gone; its end is seen below
+            pass  # the child has ended; that is handled below
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put(None)
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """One answer a case; then, if the child ended early, {"ended": why, "left": cases}."""
+        """Yield one answer per case and, if the child ended early, {"ended": why, "left": cases} at the end."""
         left = [case.name for case in self.cases]
         while (line := self._lines.get()) is not None:
             answer = json.loads(line)
@@ -77,7 +85,7 @@ class Worker:
         return f": {lines[-1].strip()}" if lines else ""
 
     def close(self) -> None:
-        """End the child, if it still runs."""
+        """End the child if it is still running."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()

@@ -1,1 +1,1 @@
-"""The algorithm, once: names and rules, the oracle, the stages, what may be rounded. Imports nothing above it."""
+"""The definition of the algorithm: operands and rules, oracle, stages and roundings. It imports no other subpackage."""

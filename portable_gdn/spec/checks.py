@@ -1,4 +1,4 @@
-"""Whether an operand has the shape and dtype that it must have, and the sentences for where it has not."""
+"""Checks of an operand's shape and dtype, which raise errors in whole sentences."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["dtype", "expect", "rank", "shape_of", "takes"]
 
 
 def shape_of(shape: tuple[int, ...]) -> str:
-    """A shape as a sentence writes it."""
+    """Return a shape as error messages write it, such as "[2, 3]"."""
     return "[" + ", ".join(str(n) for n in shape) + "]"
 
 
 def expect(meta: Mapping[str, Meta], name: str, shape: tuple[int, ...], form: str) -> None:
-    """Refuse an operand of another shape; ``form`` names the shape's axes."""
+    """Refuse an operand whose shape is not ``shape``; ``form`` names the axes of that shape."""
     given = meta[name].shape
     if tuple(given) != shape:
         raise bad(name, f"of shape {shape_of(given)}", f"have shape {form} = {shape_of(shape)}")
 
 
 def rank(meta: Mapping[str, Meta], name: str, form: str) -> tuple[int, ...]:
-    """An operand's shape, which must have as many axes as ``form`` names."""
+    """Return an operand's shape, after checking that it has as many axes as ``form`` names."""
     shape = meta[name].shape
     if len(shape) != form.count(",") + 1:
         raise bad(name, f"of shape {shape_of(shape)}", f"have {form.count(',') + 1} dimensions, {form}")
@@ -32,14 +32,14 @@ def rank(meta: Mapping[str, Meta], name: str, form: str) -> tuple[int, ...]:
 
 
 def dtype(meta: Mapping[str, Meta], *names: str) -> None:
-    """Refuse operands, of those that are there, whose dtype the table does not have."""
+    """Refuse any of the named operands that the call has in a dtype that the table of operands does not allow."""
     for name in names:
         if name in meta:
             takes(meta, OPERANDS[name])
 
 
 def takes(meta: Mapping[str, Meta], operand: Operand) -> None:
-    """Refuse an operand whose dtype is none of its own."""
+    """Refuse an operand in a dtype that it does not allow."""
     given = meta[operand.name].dtype
     if given not in operand.dtypes:
         one_of = f"be one of {', '.join(operand.dtypes)}" if len(operand.dtypes) > 1 else f"be {operand.dtypes[0]}"

@@ -1,7 +1,7 @@
-"""The stages put together: one chunk forward, one chunk backward.
+"""The forward and the backward pass of one chunk, composed of the stages.
 
-Drivers (a loop, a scan) belong to the backends; they call these two. The backward pass of one chunk is the
-transpose of the forward by hand; ``math`` names follow ``docs/algorithm.md``. Shapes as in ``stages``.
+Each backend has its own driver (a loop or a scan), which calls these two functions. The backward pass of a chunk is the
+transpose of the forward pass, derived by hand. Names follow ``docs/algorithm.md``, and shapes follow ``stages``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from .stages import Algebra, Array, Decays, Namespace
 
 __all__ = ["ChunkGradients", "ChunkOperands", "Saved", "backward_chunk", "forward_chunk", "stage_chunk"]
 
-#: Sums the log decays of a chunk, given the namespace, g and starts; ``stages.decay`` is one.
+#: A function that sums the log decays of a chunk, given the namespace, g and starts, as ``stages.decay`` does.
 Decay = Callable[..., Decays]
 
 
 class ChunkOperands(NamedTuple):
-    """What one chunk of C tokens is computed from; leading dimensions are arbitrary and broadcast.
+    """The operands of one chunk of C tokens. Leading dimensions are arbitrary and broadcast.
 
     Attributes:
-        q, k: [C, K]. v: [C, V]. g: log decay [C, n].
-        b: erase gate [C, 1 or K], or None, which erases nothing. w: write gate [C, 1 or V], or None, which is 1.
-        S: the state at the chunk's start, [K, V].
+        q, k: [C, K].
+        v: [C, V].
+        g: log decay [C, n].
+        b: erase gate [C, 1 or K]; None erases nothing.
+        w: write gate [C, 1 or V]; None means 1.
+        S: the state at the start of the chunk, [K, V].
         starts: boolean [C, 1], True at the first token of a new segment, or None.
     """
 
@@ -39,18 +42,18 @@ class ChunkOperands(NamedTuple):
 
     @property
     def rows(self) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
-        """q, k, v, g, b and w: what has a row for each token."""
+        """The operands with a row for each token: q, k, v, g, b and w."""
         return self[:6]
 
     @classmethod
     def of(cls, rows: Iterable[Array | None], S: Array, starts: Array | None = None) -> ChunkOperands:
-        """The operands from q, k, v, g, b and w in this order, the state, and the starts of segments."""
+        """Make the operands from q, k, v, g, b and w in this order, the state, and the starts of segments."""
         q, k, v, g, b, w = rows
         return cls(q, k, v, g, b, w, S, starts)
 
 
 class Saved(NamedTuple):
-    """What the backward pass of a chunk needs beside its operands."""
+    """The values that the backward pass of a chunk needs in addition to its operands."""
 
     T: Array | None
     Aqk: Array
@@ -58,7 +61,7 @@ class Saved(NamedTuple):
 
 
 class ChunkGradients(NamedTuple):
-    """Cotangents of a chunk's operands, of the shapes that the broadcast operands have; g at a reset is exactly 0."""
+    """The cotangents of a chunk's operands, in the operands' broadcast shapes; that of g at a reset is exactly 0."""
 
     q: Array
     k: Array
@@ -72,7 +75,7 @@ class ChunkGradients(NamedTuple):
 def forward_chunk(
     algebra: Algebra, x: ChunkOperands, scale: float, decay: Decay = st.decay
 ) -> tuple[Array, Array, Saved]:
-    """One chunk: o [C, V], the state after it [K, V], and what the backward pass needs."""
+    """Compute one chunk: its outputs o [C, V], the state after it [K, V], and the values kept for the backward pass."""
     q, k, v, g, b, w, S, starts = x
     decays = decay(algebra.xp, g, starts)
     Akk, Aqk = st.scores(algebra, q, k, b, decays, scale)
@@ -85,11 +88,17 @@ def forward_chunk(
 def stage_chunk(
     algebra: Algebra, x: ChunkOperands, scale: float, stages: Any = st, direct: bool = False
 ) -> dict[str, tuple[Array | None, ...]]:
-    """One chunk by all seven stages, each result under its name; ``state`` holds (S before, S after).
+    """Compute one chunk by all seven stages, and return the results by the stage's name.
+
+    The results of the stage ``state`` are (S before, S after).
 
     Args:
-        stages: a module with the functions of ``stages``, for tests of what a fault in one of them does.
-        direct: Vn straight from the state, as ``forward_chunk`` solves it; U and W are then what its solver would give.
+        algebra: the array namespace and the matrix product to use.
+        x: the operands of the chunk.
+        scale: the factor of the queries.
+        stages: a module with the functions of ``stages``; tests pass one with a fault in it.
+        direct: whether Vn is solved directly from the state, as in ``forward_chunk``; U and W are then the results that
+            its solver would give.
     """
     q, k, v, g, b, w, S, starts = x
     decays = stages.decay(algebra.xp, g, starts)
@@ -120,10 +129,18 @@ def backward_chunk(
     decay: Decay = st.decay,
     stored: Callable[[Array, str], Array] = lambda x, name: x,
 ) -> ChunkGradients:
-    """The cotangents of one chunk's operands from those of its output dO [C, V] and of the state after it dS [K, V].
+    """Compute the cotangents of a chunk's operands from those of its outputs, dO [C, V], and its last state, dS [K, V].
 
     Args:
-        stored: what is left of S or dS, named so, where they are read back outside of a product.
+        algebra: the array namespace and the matrix product to use.
+        x: the operands of the chunk.
+        scale: the factor of the queries.
+        saved: the values that ``forward_chunk`` kept.
+        dO: the cotangent of the outputs.
+        dS: the cotangent of the state after the chunk.
+        decay: sums the log decays of the chunk.
+        stored: rounds S or dS (named in its second argument) as a backend stores them, where they are used outside of a
+            product.
     """
     xp, mm = algebra
     q, k, v, g, b, w, S, starts = x
@@ -138,7 +155,7 @@ def backward_chunk(
 
     dVn = mm(tr(Aqk), dO, "Aqk", "dO") + mm(k * end, dS, "k", "dS")
     X = dVn if T is None else mm(tr(T), dVn, "T", "dVn")
-    dAqk = mm(dO, tr(Vn), "dO", "Vn")  # of these only the lower triangle counts: the decays mask them
+    dAqk = mm(dO, tr(Vn), "dO", "Vn")  # only the lower triangle counts: the decays mask the rest
     dAkk = None if e is None else -mm(X, tr(Vn), "X", "Vn")
 
     dS0 = kept * dS + mm(tr(scale * q * begin), dO, "q", "dO")
@@ -151,9 +168,9 @@ def backward_chunk(
         de_state = -begin * mm(X, tr(S), "X", "S")
         read = read + e * de_state
 
-    # dg_t gathers all that decays across t: pairs i >= t > j, the state at the start read at i >= t, the state at the
-    # end written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing
-    # cancels: under strong decays the true dg is far smaller than q dq or k dk.
+    # dg_t sums everything that decays across t: pairs i >= t > j, the initial state read at i >= t, the final state
+    # written at j < t, and the state that passes through. Each is summed on its own side of t, so that nothing cancels:
+    # under strong decays the true dg is far smaller than q dq or k dk.
     dq, de, dk, dg = _pair_gradients(algebra, _Rows(q, k, e), decays, scale, dAqk, dAkk)
     groups = g.shape[-1]
     passing = kept * xp.sum(stored(S, "S") * stored(dS, "dS"), axis=-1, keepdims=True)
@@ -178,23 +195,23 @@ def backward_chunk(
 
 
 def _like_gate(xp: Namespace, x: Array, gate: Array) -> Array:
-    """Sum over the channels where the gate has one value a head."""
+    """Sum x over the channels if the gate has one value per head."""
     return xp.sum(x, axis=-1, keepdims=True) if gate.shape[-1] == 1 else x
 
 
 def _from_here_on(xp: Namespace, x: Array) -> Array:
-    """At each token the sum of x [..., C, n] over that and later tokens."""
+    """Sum x [..., C, n] at each token over that token and all later ones."""
     return xp.flip(xp.cumulative_sum(xp.flip(x, axis=-2), axis=-2), axis=-2)
 
 
 def _before(xp: Namespace, x: Array) -> Array:
-    """At each token the sum of x [..., C, n] over earlier tokens."""
+    """Sum x [..., C, n] at each token over all earlier tokens."""
     total = xp.cumulative_sum(x, axis=-2)
     return xp.concat([xp.zeros_like(x[..., :1, :]), total[..., :-1, :]], axis=-2)
 
 
 class _Rows(NamedTuple):
-    """The rows that meet in the scores, [C, K] each: queries, keys, and keys times the erase gate (if there is one)."""
+    """The rows that the scores multiply, each [C, K]: queries, keys, and keys times the erase gate if there is one."""
 
     q: Array
     k: Array
@@ -204,7 +221,7 @@ class _Rows(NamedTuple):
 def _pair_gradients(
     algebra: Algebra, rows: _Rows, decays: Decays, scale: float, dAqk: Array, dAkk: Array | None
 ) -> tuple[Array, Array | None, Array, Array]:
-    """What the scores' cotangents [C, C] give to q, e and k [C, K], and to the decays between their rows [C, n]."""
+    """Compute the parts of the cotangents of q, e and k [C, K] and of the decays [C, n] that come from the scores."""
     xp, mm = algebra
     q, k, e = rows
     if st.by_channel(k, decays):
@@ -231,7 +248,7 @@ def _pair_gradients(
         de = join(mm(dAkk, k, "dA", "k"))
         dk = dk + mm(tr(dAkk), e, "dA", "k")
         pairs = pairs + dAkk * mm(e, tr(k), "k", "k")
-    # Over each row the pairs with an earlier column, then over this and later rows.
+    # For each row, sum over the pairs with an earlier column, then over this row and later ones.
     total = xp.cumulative_sum(xp.where(strict, pairs, 0.0), axis=-1)
     earlier = xp.concat([xp.zeros_like(total[..., :1]), total[..., :-1]], axis=-1)
     dg = xp.sum(xp.where(st.lower_triangle(xp, D, strict=False), earlier, 0.0), axis=-2)
@@ -242,7 +259,7 @@ def _pair_gradients(
 def _channel_pair_gradients(
     algebra: Algebra, rows: _Rows, decays: Decays, scale: float, dAqk: Array, dAkk: Array | None
 ) -> tuple[Array, Array | None, Array, Array]:
-    """``_pair_gradients`` for decays by channel, over the hierarchy of ``stages.channel_scores``."""
+    """Compute ``_pair_gradients`` for decays per channel, over the hierarchy of blocks of ``stages.channel_scores``."""
     xp, mm = algebra
     q, k, e = rows
     same = scale * xp.linalg.diagonal(dAqk)[..., None]
@@ -269,14 +286,14 @@ def _channel_pair_gradients(
             read = right * to_rows if read is None else read + right * to_rows
         to_keys = to_keys * to_last
         dk = dk + _spread(xp, to_keys, None)
-        # A decay in the left block lies between its earlier keys and all rows of the right; and the other way round.
+        # A decay in the left block lies between its earlier keys and all rows of the right block, and vice versa.
         dg = dg + _spread(xp, _before(xp, left * to_keys), _from_here_on(xp, read))
         size *= 2
     return dq, de, dk, dg
 
 
 def _spread(xp: Namespace, left: Array | None, right: Array | None) -> Array:
-    """Left and right blocks of pairs [C / 2 size, size, K] back at their rows [C, K]; a missing side is zeros."""
+    """Put left and right blocks of pairs [C / 2 size, size, K] back at their rows [C, K]; a missing side is zeros."""
     left = xp.zeros_like(right) if left is None else left
     right = xp.zeros_like(left) if right is None else right
     x = xp.stack([left, right], axis=-3)

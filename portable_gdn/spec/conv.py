@@ -1,7 +1,8 @@
 """The short causal convolution that precedes the rule in most models, with its state, for any array namespace.
 
-y_t = activation(bias + sum_j weight[:, j] x_{t - (W - 1) + j}): the last tap multiplies the current token. What lies
-before a sequence's first token comes from its state, the last W - 1 inputs [N, W - 1, channels], zeros if none.
+y_t = activation(bias + sum_j weight[:, j] x_{t - (W - 1) + j}), so the last tap multiplies the current token. The
+inputs before a sequence's first token come from its state, the last W - 1 inputs [N, W - 1, channels]; without a state
+they are zeros.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["ShortConv", "convolve", "convolve_one", "final_state", "taps"]
 @suggesting
 @dataclass(frozen=True)
 class ShortConv:
-    """A depthwise causal convolution over q | k | v.
+    """A depthwise causal convolution over the channels of q, k and v, in this order.
 
     Args:
-        weight: [channels, W] (torch's [channels, 1, W] is taken too); the last tap multiplies the current token.
-        bias: [channels] or None.
-        activation: "silu" or None.
+        weight: the taps [channels, W], or [channels, 1, W] as in torch; the last tap multiplies the current token.
+        bias: [channels], or None for no bias.
+        activation: "silu", or None for no activation.
     """
 
     weight: Any
@@ -34,7 +35,7 @@ class ShortConv:
 
 
 def taps(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int) -> list[Array]:
-    """The inputs that each token sees, oldest first: W arrays [B, T, channels], by compacted place."""
+    """Return the inputs that each token sees, oldest first: W arrays [B, T, channels], in compacted order."""
     seen = []
     for back in range(width - 1, 0, -1):
         lead = [xp.zeros_like(x[:, :1])] * back
@@ -56,13 +57,16 @@ def convolve(
     place: Layout,
     state: Array | None,
 ) -> Array:
-    """y [B, T, channels] of x [B, T, channels], weight [channels, W]; tokens in the caller's order."""
+    """Convolve x [B, T, channels] with weight [channels, W], and return y [B, T, channels].
+
+    Tokens are in the caller's order; ``place`` is their layout.
+    """
     seen = taps(xp, compact(xp, x, place.order), place, state, weight.shape[1])
     return restore(xp, _activated(xp, seen, weight, bias, activation), place.back)
 
 
 def _activated(xp: Namespace, seen: list[Array], weight: Array, bias: Array | None, activation: str | None) -> Array:
-    """y of the inputs that each token sees, oldest first."""
+    """Compute y from the inputs that each token sees, oldest first."""
     y = sum(tap * weight[:, j] for j, tap in enumerate(seen))
     y = y if bias is None else y + bias
     return y * sigmoid(xp, y) if activation == "silu" else y
@@ -71,7 +75,7 @@ def _activated(xp: Namespace, seen: list[Array], weight: Array, bias: Array | No
 def convolve_one(
     xp: Namespace, x: Array, weight: Array, bias: Array | None, activation: str | None, state: Array | None
 ) -> tuple[Array, Array]:
-    """y [B, 1, channels] of one token x [B, 1, channels], and the state after it [B, W - 1, channels]."""
+    """Convolve one token x [B, 1, channels]; return y [B, 1, channels] and the state after it [B, W - 1, channels]."""
     if state is None:
         state = xp.zeros_like(x[:, :1] * weight.T[None, 1:])
     seen = xp.concat([state, x], axis=1)
@@ -80,7 +84,10 @@ def convolve_one(
 
 
 def final_state(xp: Namespace, x: Array, place: Layout, state: Array | None, width: int) -> Array:
-    """The last W - 1 inputs of each sequence [N, W - 1, channels], older ones from ``state`` where it was short."""
+    """Return the last W - 1 inputs of each sequence [N, W - 1, channels].
+
+    If a sequence has fewer tokens, the oldest inputs come from ``state``.
+    """
     x = compact(xp, x, place.order)
     sequences = place.first.shape[0]
     every = index_range(xp, place.first, sequences)

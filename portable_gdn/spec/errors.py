@@ -1,4 +1,4 @@
-"""The one exception type of this package, and the form of its sentences."""
+"""The exception type of this package, and helpers that write its messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ C = TypeVar("C")
 
 
 class GdnError(ValueError):
-    """An input that cannot be computed, a backend that cannot run, a file that cannot be read.
+    """Raised for an input that cannot be computed, a backend that cannot run, or a file that cannot be read.
 
-    The message is a sentence for the person who made the call: it names the argument, says what it was
-    and what it must be.
+    The message is a whole sentence that names the argument and says what it is and what it must be.
     """
 
 
 class UnknownKeyword(GdnError, TypeError):
-    """A keyword that a function does not take. It is a TypeError, too, as Python's own would be."""
+    """Raised for a keyword that a function does not take. It is also a TypeError, as Python itself raises."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the closest of the known names, or nothing where none is close."""
+    """Return ``; did you mean 'x'?`` with the closest of the known names, or "" if none is close."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -37,7 +36,7 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     """Refuse a keyword that a function does not take.
 
     Raises:
-        UnknownKeyword: names it, and the closest of the known ones, or all of them where none is close.
+        UnknownKeyword: a keyword is unknown. The message suggests the closest known one, or lists all if none is close.
     """
     known = tuple(known)
     for name in given:
@@ -47,7 +46,7 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
 
 
 def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which answers a misspelt keyword with the one that was probably meant."""
+    """Wrap a function so that the error for a misspelt keyword suggests the one that was probably meant."""
     known = tuple(name for name in signature(function).parameters if name != "self")
     name = function.__qualname__.removesuffix(".__init__")
 
@@ -62,7 +61,7 @@ def suggests_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def suggesting(cls: type[C]) -> type[C]:
-    """A class whose constructor answers so."""
+    """Decorate a class so that its constructor suggests the right keyword for a misspelt one."""
     cls.__init__ = suggests_keywords(cls.__init__)  # type: ignore[method-assign]
     return cls
 
@@ -72,7 +71,7 @@ def bad(argument: str, was: object, must: str) -> GdnError:
 
     Args:
         argument: name of the argument, as the caller typed it.
-        was: what was given (a shape, a dtype, a value).
-        must: what it must be, to follow the words "it must".
+        was: the shape, dtype or value that was given.
+        must: the requirement, as it continues the words "it must".
     """
     return GdnError(f"{argument} is {was}; it must {must}.")

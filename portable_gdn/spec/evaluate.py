@@ -1,8 +1,8 @@
-"""A whole call in numpy: sequences taken apart, convolution, norm, gates and rule, and all of it backwards.
+"""A whole call in numpy, forward and backward: separate sequences, convolution, norm, gates and the rule.
 
-Everything around the rule is here once, in the dtype asked for; the rule itself is an argument (``CoreRule``): the
-oracle token by token, or the stages chunk by chunk (``chunk_by_chunk``), exactly or with operands rounded as declared.
-Sequences are handled one at a time, so that nothing can pass from one to another.
+This module computes everything around the rule in the dtype asked for. The rule itself is an argument (``CoreRule``):
+the oracle token by token, or the stages chunk by chunk (``chunk_by_chunk``), exact or with operands rounded as
+declared. Sequences are computed one at a time, so that nothing can leak from one into another.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ __all__ = [
 
 
 class Evaluation(NamedTuple):
-    """Results of one call in the caller's layout, unrounded; ``sizes`` are of the summands, by tensor (oracle only).
+    """The results of one call, unrounded and in the caller's layout.
 
-    Keys of ``gradients`` are operand names; keys of ``sizes`` those and "o", "state".
+    ``gradients`` has the names of operands as keys. ``sizes`` holds the sizes of each tensor's summands (only the
+    oracle computes them); its keys are the names of operands, "o" and "state".
     """
 
     o: np.ndarray
@@ -42,7 +43,7 @@ class Evaluation(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The valid tokens of one segment: its row, their places, the state it starts from, and whether it ends a state."""
+    """The valid tokens of one segment: its row, their places, its initial state, and whether it ends a sequence."""
 
     row: int
     tokens: np.ndarray
@@ -86,11 +87,11 @@ def evaluate(
     """Compute a call, and its gradients if cotangents of "o" and "state" are given.
 
     Args:
-        problem: operands as numpy arrays of any float dtype; read, never written.
-        cotangents: {"o": like o, "state": in the caller's layout}; a missing one is zeros.
-        rule: how one sequence is computed.
-        dtype: of the whole computation, float64 or float32.
-        stored: what memory leaves of the rule's output on its way to a norm: "o", and "o_kept", to its backward pass.
+        problem: the call, with operands as numpy arrays of any float dtype, which are only read.
+        cotangents: the cotangents of "o" and "state" in the caller's layout; a missing one is zeros.
+        rule: computes one sequence.
+        dtype: the dtype of the whole computation, float64 or float32.
+        stored: rounds the rule's output as a backend stores it for a norm ("o") or for its backward pass ("o_kept").
     """
     s = problem.signature
     raw = problem.operands
@@ -160,18 +161,20 @@ def evaluate(
 
 
 def _heads_first(s: Signature, a: np.ndarray) -> np.ndarray:
-    """[T, HV, D] as [H, R, T, D]."""
+    """Reshape [T, HV, D] to [H, R, T, D]."""
     return np.moveaxis(a, 0, 1).reshape(s.H, s.HV // s.H, a.shape[0], a.shape[-1])
 
 
 def _tokens_first(a: np.ndarray) -> np.ndarray:
-    """[H, R, T, D] as [T, H R, D]."""
+    """Reshape [H, R, T, D] to [T, H R, D]."""
     return np.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), 0, 1)
 
 
 class _Epilogue:
-    """What lies behind the rule, for one piece: the output's norm and gate, forward and backward. Arrays are heads
-    first, [H, R, T, V]."""
+    """The steps after the rule for one piece: the norm and gate of the output, forward and backward.
+
+    Arrays have the axes of heads first, [H, R, T, V].
+    """
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class _Epilogue:
         self.found: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def cotangent(self, o: np.ndarray, heads: slice) -> np.ndarray:
-        """The cotangent of o of some key heads; those of z and the weight are kept."""
+        """Return the cotangent of o for some key heads, and keep those of z and the weight."""
         assert self.dy is not None
         z = None if self.z is None else self.z[heads]
         kept = self.stored(o, "o_kept")
@@ -205,13 +208,13 @@ class _Epilogue:
         return dO
 
     def result(self, r: CoreResult, core: Core, rule: CoreRule, scale: float) -> CoreResult:
-        """The rule's result with the normed output, and with sizes that know of the norm."""
+        """Return the rule's result with its output normalised, and with sizes that include the norm."""
         y = gated_norm(xp, self.stored(r.o, "o"), self.weight, self.z, *self.kind)
         if r.o_size is None:
             return r._replace(o=y)
         self.sizes = norm_sizes(r.o, r.o_size, self.weight, self.z, self.kind, self.dy)
         if self.dy is not None and r.gradient_sizes is not None and r.gradients is not None:
-            # What an error of the summands of dO becomes in the gradients: the backward pass is linear in dO.
+            # Errors of dO's summands propagate to the gradients; the backward pass is linear in dO.
             signs = np.where(np.random.Generator(np.random.Philox(0)).random(y.shape) < 0.5, -1.0, 1.0)
             assert self.sizes.dO is not None
             moved = rule(core, scale, signs * self.sizes.dO, np.zeros_like(core.S)).gradients
@@ -236,7 +239,7 @@ class _Epilogue:
 
 
 class _Prologue:
-    """What lies before the rule, for one piece: convolution, norm and gates, forward and backward."""
+    """The steps before the rule for one piece: convolution, norm and gates, forward and backward."""
 
     def __init__(self, s: Signature, x: dict[str, np.ndarray], piece: _Piece) -> None:
         self.s, self.x, self.p = s, x, piece
@@ -274,7 +277,7 @@ class _Prologue:
         )
 
     def core(self, start: np.ndarray) -> Core:
-        """The rule's operands, heads first."""
+        """Return the rule's operands, with the axes of heads first."""
         s = self.s
         key = lambda a: np.moveaxis(a, 0, 1)[:, None]  # noqa: E731
         gate = lambda a: None if a is None else _heads_first(s, a)  # noqa: E731
@@ -372,14 +375,14 @@ class _Prologue:
 
 
 def _l2norm_size(xp: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """Size of the summands of l2norm_vjp."""
+    """Compute the sizes of the summands of ``l2norm_vjp``."""
     r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
     y = np.abs(x * r)
     return r * (dy + y * (y * dy).sum(-1, keepdims=True))
 
 
 class PowersOf2:
-    """The array namespace with exp2 for exp."""
+    """The array namespace with exp2 in place of exp."""
 
     exp = staticmethod(np.exp2)
 
@@ -388,7 +391,7 @@ class PowersOf2:
 
 
 class _Float64:
-    """The array namespace in which float32 means float64: what casts to float32 computes exactly in it."""
+    """The array namespace in which float32 means float64, so that code that casts to float32 computes in float64."""
 
     float32 = np.float64
 
@@ -400,16 +403,16 @@ FLOAT64: Any = _Float64()
 
 
 def decay_base2(xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> Decays:
-    """``stages.decay``, its finished sums in base 2."""
+    """Compute ``stages.decay`` with its finished sums in base 2."""
     G, count = decay(xp, g, starts)
     return Decays(G * G.dtype.type(1 / np.log(2)), count)
 
 
 class AnotherOrder:
-    """The array namespace, product and sums of decays of the stages, each sum in an order that nobody declared.
+    """The array namespace, product and sums of decays of the stages, with every sum in a random order.
 
-    Channels and tokens that a product or a sum runs over are shuffled; the tree in which a chunk's decays are summed
-    begins at another place. ``anywhere``: chunks begin at other tokens, too, as they do behind padding or in a pack.
+    The channels and tokens over which a product or a sum runs are shuffled, and the tree that sums a chunk's decays
+    begins at a random place. With ``anywhere``, chunks also begin at other tokens, as after padding or in a packed row.
     """
 
     def __init__(self, rng: np.random.Generator, base2: bool = False, anywhere: bool = False) -> None:
@@ -420,7 +423,7 @@ class AnotherOrder:
         return getattr(xp, name)
 
     def sum(self, x: np.ndarray, axis: int, keepdims: bool = False) -> np.ndarray:
-        """The sum of the array API, along one axis."""
+        """Compute the array API's sum along one axis."""
         return np.sum(np.take(x, self._rng.permutation(x.shape[axis]), axis), axis=axis, keepdims=keepdims)
 
     def product(self, a: np.ndarray, b: np.ndarray, name_a: str, name_b: str) -> np.ndarray:
@@ -429,7 +432,7 @@ class AnotherOrder:
         return a[..., order] @ b[..., order, :]
 
     def decay(self, xp: Any, g: np.ndarray, starts: np.ndarray | None = None) -> Decays:
-        """``stages.decay`` of a chunk that has gates of 0 on both sides."""
+        """Compute ``stages.decay`` of the chunk extended by gates of 0 on both sides."""
         C = g.shape[-2]
         before = int(self._rng.integers(C))
         sides = [(0, 0)] * (g.ndim - 2) + [(before, C - before), (0, 0)]
@@ -437,7 +440,7 @@ class AnotherOrder:
         return Decays(G[..., before : before + C, :], count[..., before : before + C, :])
 
     def first_chunk(self, size: int, T: int) -> int:
-        """Tokens of the first chunk of T."""
+        """Return the number of tokens of the first chunk of T tokens."""
         return int(self._rng.integers(1, min(size, T) + 1)) if self._anywhere and T else size
 
 
@@ -450,16 +453,18 @@ def chunk_by_chunk(
     stored: Callable[[np.ndarray, str], np.ndarray] = lambda x, name: x,
     order: AnotherOrder | None = None,
 ) -> CoreRule:
-    """The rule by the stages, as a ``CoreRule``.
+    """Return a ``CoreRule`` that computes the rule chunk by chunk with the stages.
 
     Args:
-        chunk_size: tokens a chunk; the last one is padded to a power of two with tokens that change nothing.
+        chunk_size: the number of tokens per chunk; the last chunk is padded to a power of two with tokens that change
+            nothing.
         product: the matrix product.
-        fused: Vn straight from the state, as fast backends do; else by all seven stages (forward only differs).
-        stages: another module of the seven stages, to test what a fault in one of them does.
-        base2: sums of decays as ``Rounding.base2`` has them; ``fused`` only.
-        stored: as ``chunkwise.backward_chunk`` takes it.
-        order: of all sums, instead of ``product`` and ``base2``; ``fused`` only.
+        fused: whether Vn is computed directly from the state, as in fast backends; otherwise the forward pass goes
+            through all seven stages.
+        stages: another module with the seven stages; tests pass one with a fault in it.
+        base2: whether sums of decays are in base 2, as with ``Rounding.base2``; requires ``fused``.
+        stored: rounds stored states; see ``chunkwise.backward_chunk``.
+        order: the order of all sums, instead of ``product`` and ``base2``; requires ``fused``.
     """
     namespace, sums = (PowersOf2(), decay_base2) if base2 else (xp, decay)
     if order is not None:
@@ -527,6 +532,6 @@ def _pad(a: np.ndarray, length: int) -> np.ndarray:
 
 
 def _chunk(x: Core, a: int, b: int) -> Core:
-    """Tokens a to b, padded to a power of two with tokens that change nothing (k = v = g = 0)."""
+    """Return tokens a to b, padded to a power of two with tokens that change nothing (k = v = g = 0)."""
     length = 1 << (b - a - 1).bit_length()
     return Core(*(None if v is None else _pad(v[:, :, a:b], length) for v in x[:6]), x.S)

@@ -1,10 +1,10 @@
-"""Gate activations and the l2 norm, in float32 (or whatever real dtype comes in), for any array namespace.
+"""Gate activations and the l2 norm, in the real dtype of the inputs (usually float32), for any array namespace.
 
 softplus:  g = -exp(A_log) softplus(x + dt_bias)                  Gated DeltaNet, Kimi-Linear
-bounded:   g = lower_bound sigmoid(exp(A_log) (x + dt_bias))      KDA with a "safe gate"; another activation, fixed by
-                                                                  training, not a clamp of the first
-Both are written so that neither value nor derivative is NaN where a factor overflows: at a reset and where the
-activation is saturated, the derivative is exactly 0.
+bounded:   g = lower_bound sigmoid(exp(A_log) (x + dt_bias))      KDA with a "safe gate": a different activation, with
+                                                                  which the model was trained, not a clamp of the first
+Neither the value nor the derivative becomes NaN if a factor overflows: at a reset, and where the activation is
+saturated, the derivative is exactly 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ L2_EPS = 1e-6  # inside the root, added to the sum of squares
 @suggesting
 @dataclass(frozen=True)
 class SoftplusGate:
-    """g = -exp(A_log) softplus(x + dt_bias), x being the raw projection given as ``g``.
+    """The gate g = -exp(A_log) softplus(x + dt_bias), where x is the raw projection given as ``g``.
 
     Args:
-        A_log: [HV], any float dtype.
-        dt_bias: [HV], or [HV, n] or [HV * n] for a gate with n decays a head; None is 0.
+        A_log: [HV], in any float dtype.
+        dt_bias: [HV], or [HV, n] or [HV * n] for a gate with n decays per value head; None means 0.
     """
 
     A_log: Any
@@ -37,12 +37,12 @@ class SoftplusGate:
 @suggesting
 @dataclass(frozen=True)
 class BoundedGate:
-    """g = lower_bound sigmoid(exp(A_log) (x + dt_bias)), x being the raw projection given as ``g``.
+    """The gate g = lower_bound sigmoid(exp(A_log) (x + dt_bias)), where x is the raw projection given as ``g``.
 
     Args:
-        A_log: [HV], any float dtype; None is 0.
-        dt_bias: [HV], or [HV, n] or [HV * n]; None is 0.
-        lower_bound: in [-5, 0): the strongest decay a token can have.
+        A_log: [HV], in any float dtype; None means 0.
+        dt_bias: [HV], or [HV, n] or [HV * n] for a gate with n decays per value head; None means 0.
+        lower_bound: the strongest log decay that a token can have, in [-5, 0).
     """
 
     A_log: Any = None
@@ -51,13 +51,13 @@ class BoundedGate:
 
 
 def softplus(xp: Namespace, x: Array) -> Array:
-    """log(1 + exp x) without overflow, and without losing small values."""
+    """Compute log(1 + exp x) without overflow and without losing small values."""
     positive = xp.where(x > 0, x, xp.zeros_like(x))
     return positive + xp.log1p(xp.exp(-xp.abs(x)))
 
 
 def sigmoid(xp: Namespace, x: Array) -> Array:
-    """1 / (1 + exp -x), from the side on which exp does not overflow."""
+    """Compute 1 / (1 + exp -x), using the form in which exp does not overflow."""
     small = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
@@ -65,15 +65,15 @@ def sigmoid(xp: Namespace, x: Array) -> Array:
 def activate_gate(
     xp: Namespace, x: Array, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None
 ) -> Array:
-    """The log decay of a raw projection x [..., n]; A_log and dt_bias broadcast against it.
+    """Compute the log decay from a raw projection x [..., n], against which A_log and dt_bias broadcast.
 
-    ``lower_bound`` None: the softplus gate, whose resets come out as -inf; else the bounded gate.
+    If ``lower_bound`` is None, this is the softplus gate, which returns -inf at resets; otherwise the bounded gate.
     """
     x = x if dt_bias is None else x + dt_bias
     A = xp.zeros_like(x) if A_log is None else xp.zeros_like(x) + A_log
     zero = xp.zeros_like(x)
     if lower_bound is None:
-        # Twice: first to see where the gate is a reset or exactly 0, then with harmless operands in those places.
+        # Computed twice: first to find where the gate is a reset or exactly 0, then with harmless operands there.
         soft = softplus(xp, x)
         off = soft == 0
         reset = -xp.exp(xp.where(off, zero, A)) * soft < RESET
@@ -90,7 +90,12 @@ def activate_gate(
 def gate_vjp(
     xp: Namespace, x: Array, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None, dg: Array
 ) -> tuple[Array, Array]:
-    """Cotangents of x (and of dt_bias before its sum), and of A_log before its sum; both of x's shape."""
+    """Compute the cotangents of a gate's inputs from that of the log decay, ``dg``.
+
+    Returns:
+        The cotangent of x, which is also that of dt_bias before it is summed; and the cotangent of A_log before it is
+        summed. Both have the shape of x.
+    """
     g = activate_gate(xp, x, A_log, dt_bias, lower_bound)
     x = x if dt_bias is None else x + dt_bias
     A = xp.zeros_like(x) if A_log is None else xp.zeros_like(x) + A_log
@@ -107,12 +112,12 @@ def gate_vjp(
 
 
 def l2norm(xp: Namespace, x: Array) -> Array:
-    """x / sqrt(sum x^2 + 1e-6) over the last dimension; a zero row stays 0 and has a finite derivative."""
+    """Compute x / sqrt(sum x^2 + 1e-6) over the last dimension; a zero row stays 0 and has a finite derivative."""
     return x / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
 
 
 def l2norm_vjp(xp: Namespace, x: Array, dy: Array) -> Array:
-    """The cotangent of x from that of y = l2norm(x)."""
+    """Compute the cotangent of x from that of y = l2norm(x)."""
     r = 1 / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
     y = x * r
     return r * (dy - y * xp.sum(y * dy, axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What every backend on JAX arrays needs; jax is imported when a function is called, not with this module."""
+"""Helpers for backends on JAX arrays. They import jax when they are called, not with this module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Any
 
 
 def from_numpy(operands: Mapping[str, Any]) -> dict[str, Array]:
-    """numpy arrays as JAX arrays, which share no memory with them."""
+    """Convert numpy arrays to JAX arrays that share no memory with them."""
     import jax.numpy as jnp
 
     return {name: jnp.array(a) for name, a in operands.items()}
@@ -23,7 +23,16 @@ def from_numpy(operands: Mapping[str, Any]) -> dict[str, Array]:
 def gradients(
     run: Callable[[Problem], Result], problem: Problem, cotangents: Mapping[str, Array]
 ) -> tuple[Result, dict[str, Array]]:
-    """What ``run`` returns, and the operands' cotangents from those of "o" and "state"; missing ones are zeros."""
+    """Compute a call and its gradients with ``jax.vjp``.
+
+    Args:
+        run: computes a call.
+        problem: the call.
+        cotangents: the cotangents of "o" and "state"; a missing one is zeros.
+
+    Returns:
+        The result, and the cotangent of each operand that has a gradient.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -1,8 +1,9 @@
-"""Segments that share a chunk share products, and 0 * NaN is NaN: what is not finite stays in its own segment.
+"""Isolation of values that are not finite: they affect their own segment only.
 
-A token that holds anything but finite numbers (a decay may be -inf) is replaced by one that changes nothing; what it
-would have reached is NaN: outputs from it to the end of its segment, the state if that segment is the row's last, and,
-backwards, every gradient of the segment. Nothing is hidden, and neighbours keep their bits.
+Segments that share a chunk also share products, and 0 * NaN is NaN. Therefore a token with a value that is not finite
+(a decay may be -inf) is replaced by one that changes nothing, and everything that it would have reached is set to NaN:
+the outputs from that token to the end of its segment, the state if the segment is the row's last, and, in the backward
+pass, every gradient of the segment. Nothing is hidden, and other segments keep their results bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Array = Any
 
 
 def _finite(x: Array) -> Array:
-    """[B, T] from [B, T, heads, channels]."""
+    """Return [B, T], whether all of x [B, T, heads, channels] is finite at each token."""
     return jnp.all(jnp.isfinite(x), axis=(2, 3))
 
 
@@ -27,7 +28,7 @@ def _segments(starts: Array) -> Array:
 
 
 def _reached(bad: Array, segment: Array, reverse: bool = False) -> Array:
-    """Tokens at or after (reversed: before) a bad one of their segment."""
+    """Return the tokens at or after (with ``reverse``, at or before) a bad token of their segment."""
     if reverse:
         latest = lax.cummin(jnp.where(bad, segment, jnp.int32(2**30)), axis=1, reverse=True)
     else:
@@ -36,7 +37,11 @@ def _reached(bad: Array, segment: Array, reverse: bool = False) -> Array:
 
 
 def clean(x: tuple[Array | None, ...], S: Array, starts: Array) -> tuple[tuple[Array | None, ...], Array, Array]:
-    """Operands (q, k, v, g, b, w) and states without what is not finite, and the tokens [B, T] that it reaches."""
+    """Replace values that are not finite in the operands (q, k, v, g, b, w) and the states.
+
+    Returns:
+        The operands, the states, and the tokens [B, T] that the replaced values would have reached.
+    """
     g = x[3]
     bad = jnp.any(jnp.isnan(g) | (g == jnp.inf), axis=(2, 3))
     for a in (*x[:3], *x[4:]):
@@ -50,7 +55,7 @@ def clean(x: tuple[Array | None, ...], S: Array, starts: Array) -> tuple[tuple[A
 
 
 def mark(o: Array, S: Array, reached: Array) -> tuple[Array, Array]:
-    """NaN where what is not finite would have come."""
+    """Set outputs and states to NaN where values that were not finite would have reached them."""
     return (
         jnp.where(reached[:, :, None, None], jnp.nan, o),
         jnp.where(reached[:, -1, None, None, None], jnp.nan, S),
@@ -58,7 +63,7 @@ def mark(o: Array, S: Array, reached: Array) -> tuple[Array, Array]:
 
 
 def clean_cotangents(dO: Array, dS: Array, starts: Array, reached: Array) -> tuple[Array, Array, Array]:
-    """Cotangents without those of affected segments, and the tokens [B, T] of all affected segments."""
+    """Set the cotangents of affected segments to 0; return them, and the tokens [B, T] of all affected segments."""
     segment = _segments(starts)
     bad_state = ~jnp.all(jnp.isfinite(dS), axis=(1, 2, 3))
     bad = reached | ~_finite(dO) | (bad_state[:, None] & (segment == segment[:, -1:]))
@@ -71,6 +76,6 @@ def clean_cotangents(dO: Array, dS: Array, starts: Array, reached: Array) -> tup
 
 
 def mark_gradients(grads: list[Array | None], dS: Array, affected: Array) -> tuple[list[Array | None], Array]:
-    """NaN in every gradient of an affected segment."""
+    """Set every gradient of an affected segment to NaN."""
     grads = [None if a is None else jnp.where(affected[:, :, None, None], jnp.nan, a) for a in grads]
     return grads, jnp.where(affected[:, 0, None, None, None], jnp.nan, dS)

@@ -1,4 +1,4 @@
-"""What a trace by JAX brings along: settings that our code must not depend on, and the axes that values vary over."""
+"""Helpers for code that JAX traces: settings it must not depend on, and the mesh axes over which values vary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ R = TypeVar("R")
 
 
 def own_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, traced under the settings that it is written for, whatever the caller's are.
+    """Wrap a function so that it is traced under the settings it is written for, whatever the caller has set.
 
-    Masks here are written without leading axes, which ``jax_numpy_rank_promotion="raise"`` forbids; that setting is for
-    the code of whoever chose it. JAX traces the rules of a custom gradient on their own, so they need this, too.
+    Masks in this package have no leading axes, which ``jax_numpy_rank_promotion="raise"`` forbids; that setting is
+    meant for the caller's own code. JAX traces the rules of a custom gradient separately, so they need this wrapper,
+    too.
     """
 
     @wraps(function)
@@ -32,9 +33,9 @@ def own_settings(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def axes_of(*arrays: Array) -> frozenset[str]:
-    """The axes of a mesh over which any of these arrays varies, where ``jax.shard_map`` keeps count of that.
+    """Return the mesh axes over which any of these arrays varies, as ``jax.shard_map`` tracks them.
 
-    Empty outside of ``shard_map``, and inside one with ``check_vma=False``. Leaves of a tree may be None.
+    The set is empty outside ``shard_map``, and inside one with ``check_vma=False``. Leaves of a tree may be None.
     """
     types = (jax.typeof(a).manual_axis_type for a in jax.tree.leaves(arrays))
     return frozenset().union(*(t.varying for t in types))
@@ -46,16 +47,17 @@ def _cast(x: Array, axes: frozenset[str]) -> Array:
 
 
 def varying(operands: Mapping[str, Array]) -> dict[str, Array]:
-    """Operands of a call, each varying over every axis over which any of them does.
+    """Return the operands of a call, each marked as varying over every axis over which any of them varies.
 
-    ``shard_map`` demands this of what a loop carries and of the branches of a choice. Done before the rule, it leaves
-    to JAX what follows for gradients: those of an operand that all devices share are summed over them.
+    ``shard_map`` requires this of the values that a loop carries and of the branches of a conditional. As it happens
+    before the rule, JAX derives the gradients correctly: those of an operand that all devices share are summed over the
+    devices.
     """
     axes = axes_of(*operands.values())
     return {name: _cast(a, axes) for name, a in operands.items()}
 
 
 def varying_like(tree: Any, *like: Array) -> Any:
-    """Arrays made inside (zeros, say), varying over the axes over which ``like`` does; None stays None."""
+    """Mark arrays made inside, such as zeros, as varying over the axes over which ``like`` varies; None stays None."""
     axes = axes_of(*like)
     return jax.tree.map(lambda a: _cast(a, axes), tree) if axes else tree

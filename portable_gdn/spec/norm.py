@@ -1,8 +1,9 @@
-"""The output norm of a mixer, RMS norm over a value head with its weight and gate, for any array namespace.
+"""The output norm of a mixer, an RMS norm over each value head with a weight and a gate, for any array namespace.
 
-    y = n weight activation(z),  n = o / sqrt(mean o^2 + eps)        silu or sigmoid, over the V channels of a head
+    y = n weight activation(z),  n = o / sqrt(mean o^2 + eps)
 
-A token whose output is 0 stays 0 and has a finite derivative.
+The mean runs over the V channels of a head, and the activation is silu or sigmoid. An output of 0 stays 0 and has a
+finite derivative.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ ACTIVATIONS = ("silu", "sigmoid")
 @suggesting
 @dataclass(frozen=True)
 class GatedRMSNorm:
-    """RMS norm of each value head's output, times its weight, times the activated gate ``z`` of the call.
+    """The RMS norm of each value head's output, times a weight, times the activated gate ``z`` of the call.
 
     Args:
-        weight: [V], any float dtype, as it multiplies (a checkpoint that keeps it less 1 must be given 1 more); None is
-            ones.
-        eps: added to the mean of squares, inside the root; above 0.
-        activation: "silu" or "sigmoid" of z, or None for a norm without a gate, to whose call no z is given.
+        weight: the factor itself, [V], in any float dtype; None means ones. Add 1 to the weight of a checkpoint that
+            stores it minus 1.
+        eps: added to the mean of squares inside the root; must be above 0.
+        activation: the activation of z, "silu" or "sigmoid"; None is a norm without a gate, whose call takes no z.
     """
 
     weight: Any
@@ -37,7 +38,7 @@ class GatedRMSNorm:
 
 
 def rms_normed(xp: Namespace, o: Array, eps: float) -> tuple[Array, Array]:
-    """n = o r [..., V] and r = 1 / sqrt(mean o^2 + eps) [..., 1]."""
+    """Return n = o r [..., V] and r = 1 / sqrt(mean o^2 + eps) [..., 1]."""
     r = 1 / xp.sqrt(xp.mean(o * o, axis=-1, keepdims=True) + eps)
     return o * r, r
 
@@ -45,7 +46,7 @@ def rms_normed(xp: Namespace, o: Array, eps: float) -> tuple[Array, Array]:
 def gated_norm(
     xp: Namespace, o: Array, weight: Array | None, z: Array | None, eps: float, activation: str | None
 ) -> Array:
-    """y [..., V] of o and z [..., V] and weight [V], in their common real dtype; z None where there is no gate."""
+    """Compute y [..., V] from o and z [..., V] and weight [V], which share a real dtype; z is None without a gate."""
     y, _ = rms_normed(xp, o, eps)
     y = y if weight is None else y * weight
     if z is None:
@@ -57,7 +58,10 @@ def gated_norm(
 def gated_norm_vjp(
     xp: Namespace, o: Array, weight: Array | None, z: Array | None, eps: float, activation: str | None, dy: Array
 ) -> tuple[Array, Array, Array | None]:
-    """Cotangents of o, of weight before its sum over all but channels, and of z, all [..., V], from that of y."""
+    """Compute the cotangents of o, of weight and of z, all [..., V], from that of y.
+
+    The cotangent of weight is not yet summed over all axes but that of the channels. That of z is None without a gate.
+    """
     n, r = rms_normed(xp, o, eps)
     scaled = n if weight is None else n * weight
     dz, d = None, dy

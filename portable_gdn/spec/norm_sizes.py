@@ -1,7 +1,7 @@
-"""The sizes of what an output norm's results are sums of, before these cancel.
+"""The sizes of the summands that make up the results of an output norm, before they cancel.
 
-The oracle bounds by them what a float32 computation may be off by. An output that is small beside its summands is made
-large by the norm, and its error with it.
+The oracle uses them to bound the error that a float32 computation may have. If an output is small compared with its
+summands, the norm enlarges it, and its error with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ __all__ = ["NormSizes", "norm_sizes"]
 
 
 class NormSizes(NamedTuple):
-    """Sizes by element: those of y, and, given a cotangent of y, those of the cotangents of o, of the weight before its
-    sum over tokens and heads, and of z."""
+    """The sizes of the summands of each element; the cotangents have sizes only if a cotangent of y was given.
+
+    Attributes:
+        y: those of the output.
+        dO: those of the cotangent of o.
+        weight: those of the weight's cotangent, before it is summed over tokens and heads.
+        z: those of the cotangent of z.
+    """
 
     y: np.ndarray
     dO: np.ndarray | None = None
@@ -36,12 +42,14 @@ def norm_sizes(
     kind: NormKind,
     dy: np.ndarray | None,
 ) -> NormSizes:
-    """Sizes of the summands of ``gated_norm`` and of its cotangents.
+    """Compute the sizes of the summands of ``gated_norm`` and of its cotangents.
 
     Args:
-        o, o_size: the rule's output [..., V], and the size of its own summands.
-        weight: [V] or None. z: [..., V] or None.
-        kind: of the norm.
+        o: the output of the rule, [..., V].
+        o_size: the sizes of that output's summands, [..., V].
+        weight: [V] or None.
+        z: [..., V] or None.
+        kind: the kind of norm.
         dy: the cotangent of y, or None.
     """
 
@@ -50,7 +58,7 @@ def norm_sizes(
 
     n, r = rms_normed(xp, o, kind.eps)
     n = np.abs(n)
-    relative = r * mean(n * o_size)  # of r
+    relative = r * mean(n * o_size)  # the relative size for r
     of_n = r * o_size + n * relative
     gain = np.ones_like(o) if weight is None else np.abs(np.broadcast_to(weight, o.shape))
     activated = slope = np.ones_like(o)

@@ -65,8 +65,8 @@ class Operand(NamedTuple):
     output: bool = False
 
 
-#: Every operand of every call. A call of the rule has q, k and v; a mixer call has these or qkv, and the operands of
-#: the convolution. A call without beta has erase and write, one of them, or neither (``variants.py``).
+#: Every operand of every call. A call of the rule has q, k and v; a mixer call has these or qkv, and the convolution's
+#: operands. A call without beta has erase and write, one of them, or neither (``variants.py``).
 OPERANDS: dict[str, Operand] = {
     operand.name: operand
     for operand in (

@@ -1,4 +1,4 @@
-"""The rule token by token, in float64, with exact gradients: the judge of every backend.
+"""The rule token by token in float64, with exact gradients, against which every backend is judged.
 
 Forward, per value head (math in ``docs/algorithm.md``):
 
@@ -9,8 +9,8 @@ Backward, the adjoint recurrence, from the last token to the first, dS being the
     dS <- dS + scale q_t do_t^T;   dq = scale S do_t;   dr = dS^T k_t;   dk' = dS r;   dw = dr * v;   dv = dr * w
     de = -S~ dr;   db = de * k;   dk = dk' + de * b;   dS~ = dS - e dr^T;   dg = rowsum(S~ * dS~);   dS <- exp(g) dS~
 
-Beside each result stands the size of the summands that it is the sum of, before they cancel: what a float32 computation
-can be held to where the true result is 0.
+Each result comes with the size of its summands before they cancel. A float32 computation is judged by that size where
+the true result is 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ __all__ = ["Core", "CoreGradients", "CoreResult", "CoreRule", "OutputCotangent",
 
 
 class Core(NamedTuple):
-    """Operands of one sequence, heads first: H key heads, R value heads a key head, T tokens.
+    """The operands of one sequence of T tokens, with H key heads and R value heads per key head first.
 
-    q, k [H, 1, T, K]; v [H, R, T, V]; g [H, R, T, n]; b [H, R, T, 1 or K] or None (erases nothing);
-    w [H, R, T, 1 or V] or None (writes all); S [H, R, K, V].
+    Attributes:
+        q, k: [H, 1, T, K].
+        v: [H, R, T, V].
+        g: log decay [H, R, T, n].
+        b: erase gate [H, R, T, 1 or K]; None erases nothing.
+        w: write gate [H, R, T, 1 or V]; None writes everything.
+        S: the state before the first token, [H, R, K, V].
     """
 
     q: np.ndarray
@@ -43,7 +48,7 @@ class Core(NamedTuple):
 
 
 class CoreGradients(NamedTuple):
-    """Cotangents, of the operands' shapes."""
+    """The cotangents of the operands, in the operands' shapes."""
 
     q: np.ndarray
     k: np.ndarray
@@ -55,7 +60,10 @@ class CoreGradients(NamedTuple):
 
 
 class CoreResult(NamedTuple):
-    """o [H, R, T, V], the final state [H, R, K, V], cotangents if any were given, and the sizes of the summands."""
+    """The results of one sequence: o [H, R, T, V], the final state S [H, R, K, V], and the sizes of their summands.
+
+    The gradients are None unless cotangents were given.
+    """
 
     o: np.ndarray
     S: np.ndarray
@@ -66,23 +74,23 @@ class CoreResult(NamedTuple):
 
 
 OutputCotangent = np.ndarray | Callable[[np.ndarray, slice], np.ndarray]
-"""The cotangent of o [H, R, T, V], or what makes that of some key heads, a slice, of their o: for a norm behind it."""
+"""The cotangent of o [H, R, T, V], or, for an output norm, a function that returns it for the o of some key heads."""
 
 CoreRule = Callable[[Core, float, "OutputCotangent | None", "np.ndarray | None"], CoreResult]
-"""A way to compute one sequence: (operands, scale, dO or None, dS or None)."""
+"""A function that computes one sequence from (operands, scale, dO or None, dS or None)."""
 
-_LARGEST = 32_000_000  # elements of saved states; beyond, key heads go one by one
+_LARGEST = 32_000_000  # elements of saved states; above this, key heads are computed one by one
 
 
 def output_cotangent(dO: OutputCotangent, o: np.ndarray, heads: slice = slice(None)) -> np.ndarray:
-    """dO [H, R, T, V] of some key heads, whose outputs are o."""
+    """Return the cotangent [H, R, T, V] of the outputs o of some key heads."""
     return dO(o, heads) if callable(dO) else dO[heads]
 
 
 def token_by_token(
     x: Core, scale: float, dO: OutputCotangent | None = None, dS: np.ndarray | None = None
 ) -> CoreResult:
-    """The recurrence above; gradients if ``dO`` [H, R, T, V] and ``dS`` [H, R, K, V] are given."""
+    """Compute the recurrence above, and its gradients if ``dO`` [H, R, T, V] and ``dS`` [H, R, K, V] are given."""
     H, T = x.q.shape[0], x.q.shape[2]
     if H > 1 and T * x.S.size > _LARGEST:
         parts = [
@@ -174,12 +182,12 @@ def token_by_token(
 
 
 def _of_head(dO: OutputCotangent, h: int, o: np.ndarray, heads: slice) -> np.ndarray:
-    """dO of one key head, by itself."""
+    """Return the part of ``dO`` for key head ``h`` alone."""
     return output_cotangent(dO, o, slice(h, h + 1))
 
 
 def _vec(rows: np.ndarray, t: int, S: np.ndarray) -> np.ndarray:
-    """S^T row_t: [H, R, V] from rows [H, R or 1, T, K] and S [H, R, K, V]."""
+    """Compute S^T row_t [H, R, V] from rows [H, R or 1, T, K] and S [H, R, K, V]."""
     return (rows[:, :, t, None, :] @ S)[..., 0, :]
 
 
@@ -188,7 +196,7 @@ def _groups(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _reduce(x: Core, d: CoreGradients) -> CoreGradients:
-    """Sum what the forward pass broadcast: q, k over the value heads of a key head, gates over their channels."""
+    """Sum over what the forward pass broadcast: q and k over a key head's value heads, gates over their channels."""
 
     def like(value: np.ndarray | None, operand: np.ndarray | None) -> np.ndarray | None:
         if value is None or operand is None:

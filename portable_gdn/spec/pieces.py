@@ -1,4 +1,4 @@
-"""A call piece by piece, each from the state that the one before it left: the states on the way."""
+"""A call computed piece by piece, each from the final state of the piece before, to obtain intermediate states."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ Run = Callable[[Problem], Result]
 
 
 def run_by_pieces(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
-    """The call in pieces of ``every`` tokens, and the states [B, T // every, ...] after each whole one.
-
-    Of packed sequences the states of each stand behind those of the one before it, and zeros behind the last.
+    """Compute a call in pieces of ``every`` tokens, and keep the state after each whole piece.
 
     Args:
         run: computes a call.
-        problem: rows are sequences, or packed ones whose boundaries can be read; T is at least 1.
-        every: tokens between states.
+        problem: a call whose rows are sequences, or whose packed sequences have boundaries that can be read; T is at
+            least 1.
+        every: the number of tokens between states.
+
+    Returns:
+        The result, and the states [B, T // every, ...]. The states of packed sequences follow one another in the order
+        of the sequences, and zeros fill the remaining places.
     """
     return (_packed if problem.signature.packed else _rows)(run, problem, every)
 
@@ -52,7 +55,7 @@ def _rows(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
 
 
 def _packed(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
-    """Round by round: the first piece of every sequence in one call, then the second of those that have one, ..."""
+    """Compute in rounds: the first piece of every sequence in one call, then the second of those that have one, ..."""
     s, x = problem
     bounds = _known(x["cu_seqlens"])
     begin, length = bounds[:-1], np.diff(bounds)
@@ -62,10 +65,11 @@ def _packed(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
     given = x.get("initial_state")
     if given is None:
         given = xp.zeros(s.state_shape, dtype=xp.float32, **where)
-    # States as they come: the given ones, then those of each round; ``last`` is where a sequence's newest one is.
+    # States in the order of computation: the given ones, then each round's. ``last`` indexes each sequence's newest
+    # one.
     states, outputs, last = [given], [], np.arange(s.N)
     order, places, rows = [], [], []
-    before = np.arange(s.N)  # the sequences of the round before
+    before = np.arange(s.N)  # the sequences of the previous round
     first = np.cumsum(length // every) - length // every
     for number in range(-(-int(length.max()) // every)):
         alive = np.flatnonzero(length > number * every)
@@ -94,10 +98,10 @@ def _packed(run: Run, problem: Problem, every: int) -> tuple[Result, Array]:
 
 
 def _known(cu_seqlens: Array) -> np.ndarray:
-    """Boundaries on the host."""
+    """Return the boundaries on the host."""
     try:
         return on_host(cu_seqlens)
-    except Exception:  # values of a trace, or of tensors that hold none
+    except Exception:  # abstract values of a trace, or tensors without contents
         raise bad(
             "cu_seqlens", "not known to the host", "be for output_states_every on this backend; 'xla' takes traced ones"
         ) from None

@@ -1,8 +1,8 @@
-"""What lies around the rule, for arrays of any library: before it convolution, l2 norm, gates, masks, layouts, float32;
-behind it the output's norm and gate.
+"""The steps before and after the rule, for arrays of any library.
 
-Backends with automatic derivatives call ``prepare`` inside their compiled or recorded function, so that its gradient
-comes by itself; what remains behind it is the bare rule.
+Before the rule come the convolution, the l2 norm, gates, masks, layouts and the conversion to float32; after it come
+the norm and the gate of the output. Backends with automatic differentiation call ``prepare`` inside their compiled or
+recorded function, so that they need no gradient of their own for it. After ``prepare`` only the bare rule remains.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ __all__ = ["Prepared", "finish", "gates", "masked", "normed", "prepare", "starts
 
 
 class Prepared(NamedTuple):
-    """Float32 operands of the bare rule, tokens before heads.
+    """The operands of the bare rule in float32, with the axis of tokens before that of heads.
 
-    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, n]; b [B, T, HV, 1 or K] or None; w [B, T, HV, 1 or V] or None;
-    S [N, HV, K, V] or None (zeros); starts [B, T] where a segment other than the first begins, or None;
-    conv_state [N, W - 1, channels] or None.
+    Attributes:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: log decay [B, T, HV, n].
+        b: erase gate [B, T, HV, 1 or K], or None.
+        w: write gate [B, T, HV, 1 or V], or None.
+        S: states [N, HV, K, V], or None for zeros.
+        starts: [B, T], true where a segment begins other than the first of its row, or None.
+        conv_state: [N, W - 1, channels], or None.
     """
 
     q: Array
@@ -40,7 +46,7 @@ class Prepared(NamedTuple):
 
 
 def finish(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Array:
-    """The rule's output as the call returns it: normed and gated, 0 at masked tokens, in the dtype of the inputs."""
+    """Return the rule's output as the call returns it: normalised, gated, 0 at masked tokens, in the inputs' dtype."""
     if s.norm is not None:
         o = normed(xp, s, x, o)
     if "mask" in x:
@@ -49,7 +55,7 @@ def finish(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Arr
 
 
 def normed(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Array:
-    """A mixer's output norm and gate of o [..., HV, V], of one axis for all tokens or none in a step; in float32."""
+    """Apply a mixer's output norm and gate to o [..., HV, V], whose leading axes are free, in float32."""
     assert s.norm is not None
     o = xp.astype(o, xp.float32, copy=False)
     z = xp.reshape(_real(xp, s, x, "z"), o.shape) if s.has("z") else None
@@ -57,12 +63,12 @@ def normed(xp: Namespace, s: Signature, x: Mapping[str, Array], o: Array) -> Arr
 
 
 def swap_state(xp: Namespace, s: Signature, state: Array) -> Array:
-    """A state between the caller's layout and [N, HV, K, V]; its own inverse."""
+    """Convert a state from the caller's layout to [N, HV, K, V], or back: the function is its own inverse."""
     return xp.matrix_transpose(state) if s.state_layout == "vk" else state
 
 
 def masked(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Array:
-    """An operand with tokens [B, T, ...] in its own dtype, masked tokens 0 whatever they held."""
+    """Return an operand with tokens [B, T, ...] in its own dtype, with masked tokens set to 0."""
     a, mask = x[name], x.get("mask")
     a = a[:, None] if s.step else a
     if mask is None:
@@ -72,19 +78,19 @@ def masked(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Ar
 
 
 def _real(xp: Namespace, s: Signature, x: Mapping[str, Array], name: str) -> Array:
-    """A real operand with tokens [B, T, ...] in float32, masked tokens 0 whatever they held."""
+    """Return a real operand with tokens [B, T, ...] in float32, with masked tokens set to 0."""
     return masked(xp, s, {**x, name: xp.astype(x[name], xp.float32, copy=False)}, name)
 
 
 def _parameter(xp: Namespace, x: Mapping[str, Array], name: str) -> Array | None:
-    """An operand without tokens, in float32, or None."""
+    """Return an operand without tokens in float32, or None if the call does not have it."""
     return None if name not in x else xp.astype(x[name], xp.float32, copy=False)
 
 
 def gates(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> tuple[Array | None, Array | None, Array | None]:
-    """g [B, T, HV, n], b [B, T, HV, 1 or K] and w [B, T, HV, 1 or V] in float32, None for what the call leaves out.
+    """Return g [B, T, HV, n], b [B, T, HV, 1 or K] and w [B, T, HV, 1 or V] in float32; a gate not given is None.
 
-    With a beta, b and w are one array.
+    If the call has beta, b and w are one array.
     """
     g = None
     if s.has("g"):
@@ -111,7 +117,7 @@ def gates(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> tuple[Array | 
 
 
 def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
-    """Operands of the bare rule from those of the call. T must not be 0."""
+    """Compute the operands of the bare rule from those of the call. T must not be 0."""
     mask = x.get("mask")
     real = lambda name: _real(xp, s, x, name)  # noqa: E731
     conv_state = None
@@ -143,5 +149,5 @@ def prepare(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Prepared:
 
 
 def starts(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Array | None:
-    """Where a segment other than a row's first begins [B, T], or None without segments."""
+    """Return [B, T], true where a segment begins other than the first of its row, or None if there are no segments."""
     return segment_starts(xp, x["segment_ids"], x.get("mask")) if s.has("segment_ids") else None

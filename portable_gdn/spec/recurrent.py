@@ -1,4 +1,4 @@
-"""One token of the rule, for arrays of any library: what decoding needs."""
+"""The rule for one token, as decoding needs it, for arrays of any library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["one_token", "weighted_sum"]
 
 
 def weighted_sum(xp: Namespace, rows: Array, S: Array) -> Array:
-    """S^T row, elementwise in float32 everywhere: no product unit, no rounding of operands. [..., V]"""
+    """Compute S^T row [..., V] elementwise in float32: no matrix unit is used, and no operand is rounded."""
     return xp.sum(rows[..., None] * S, axis=-2)
 
 
@@ -21,12 +21,13 @@ def one_token(
     scale: float,
     contract: Callable[[Namespace, Array, Array], Array] = weighted_sum,
 ) -> tuple[Array, Array]:
-    """o [..., V] and the new state [..., K, V].
+    """Compute the output o [..., V] of one token, and the new state [..., K, V].
 
     Args:
-        x: q, k [..., K]; v [..., V]; g [..., n]; b [..., 1 or K] or None; w [..., 1 or V] or None; S [..., K, V], of
-            one token, without the chunk's dimension; no ``starts``.
-        contract: S^T row; another must not round its operands either.
+        x: the operands of one token, without the chunk's dimension and without ``starts``: q, k [..., K]; v [..., V];
+            g [..., n]; b [..., 1 or K] or None; w [..., 1 or V] or None; S [..., K, V].
+        scale: the factor of the query.
+        contract: computes S^T row. It must not round its operands.
     """
     q, k, v, g, b, w, S, _ = x
     decay = xp.exp(to_channels(xp, xp.where(g < RESET, -xp.inf, g), k.shape[-1]))

@@ -1,4 +1,4 @@
-"""The rules of a call: which operands, shapes and dtypes go together. All of them are here and nowhere else."""
+"""The rules of a call: which operands, shapes and dtypes may go together. No other module checks them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["check_boundaries", "make_signature"]
 
 
 def make_signature(library: str, device: str, meta: Mapping[str, Meta], options: Options) -> Signature:
-    """Check a call and describe it.
+    """Check a call, and return its signature.
 
     Args:
         library: "numpy", "torch" or "jax".
-        device: platform of the operands, or "traced".
-        meta: what is known of each operand that is not None.
-        options: the rest of the call.
+        device: the platform of the operands, or "traced".
+        meta: the metadata of each operand that is not None.
+        options: the options of the call.
 
     Raises:
-        GdnError: the first rule that does not hold.
+        GdnError: the call breaks a rule; the message describes the first one that it breaks.
     """
     _check_options(options)
     tokens = "T" if options.update else "B" if options.step else "B, T"
@@ -110,7 +110,7 @@ def _check_options(options: Options) -> None:
 
 
 def _rule_dims(meta: Mapping[str, Meta], tokens: str) -> tuple[tuple[int, ...], tuple[int, int, int, int], str]:
-    """Sizes of the leading axes, which ``tokens`` names; H, HV, K and V; and the dtype of q, k and v."""
+    """Return the sizes of the leading axes, which ``tokens`` names; H, HV, K and V; and the dtype of q, k and v."""
     form = f"[{tokens}, H, K]"
     q = rank(meta, "q", form)
     expect(meta, "k", tuple(q), form + " like q")
@@ -139,7 +139,7 @@ def _common_dtype(meta: Mapping[str, Meta], names: tuple[str, ...]) -> str:
 def _mixer_dims(
     meta: Mapping[str, Meta], options: Options, tokens: str
 ) -> tuple[ConvKind, tuple[int, ...], tuple[int, int, int, int], str]:
-    """What ``_rule_dims`` tells, of a mixer call, whose q, k, v are channels before the convolution."""
+    """Return the convolution and the results of ``_rule_dims`` for a mixer call, whose q, k and v come as channels."""
     axes = len(tokens.split(", "))
     fused = "qkv" in meta
     H = options.num_heads
@@ -250,7 +250,7 @@ def _write_gates(
 
 
 def _sequences(meta: Mapping[str, Meta], B: int, T: int, step: bool) -> int:
-    """Number of states N, after checking how sequences are laid out."""
+    """Return the number of states N, after checking the layout of the sequences."""
     if step:
         return B
     if "segment_ids" in meta:
@@ -294,7 +294,7 @@ def _gate_parameters(meta: Mapping[str, Meta], options: Options, HV: int, groups
 
 
 def _output_norm(meta: Mapping[str, Meta], norm: NormKind | None, shape: tuple[int, ...], form: str) -> None:
-    """The norm's parameters and its gate, against the shape of the output."""
+    """Check the norm's parameters and its gate against the shape of the output."""
     *lead, HV, V = shape
     if norm is None:
         if "z" in meta:
@@ -350,7 +350,11 @@ def _initial_state(meta: Mapping[str, Meta], options: Options, dims: tuple[int, 
 
 
 def check_boundaries(cu_seqlens: Any, T: int) -> None:
-    """Check boundaries that lie on the host (a list of integers): from 0, never decreasing, to T."""
+    """Check boundaries on the host (a list of integers): they must begin at 0, never decrease, and end at T.
+
+    Raises:
+        GdnError: they do not.
+    """
     if cu_seqlens[0] != 0:
         raise bad("cu_seqlens", f"starting at {cu_seqlens[0]}", "start at 0")
     for i, (a, b) in enumerate(pairwise(cu_seqlens)):

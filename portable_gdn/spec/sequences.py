@@ -1,7 +1,8 @@
-"""Where sequences begin and end: packed (cu_seqlens), segmented (segment_ids), padded (mask), for any array namespace.
+"""The beginnings and ends of sequences: packed (cu_seqlens), segmented (segment_ids) or padded (mask), for any arrays.
 
-One picture serves all: within a row the valid tokens of each sequence stand together, in order. ``Layout`` says how
-to get there and back; padding tokens go behind the valid tokens of their sequence, where nothing causal reads them.
+All three are brought into one compacted order, in which the valid tokens of each sequence of a row are contiguous and
+in order. ``Layout`` holds the permutations to that order and back. Padding tokens come after the valid tokens of their
+sequence, where no causal computation reads them.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ __all__ = [
 
 
 class Layout(NamedTuple):
-    """Places of tokens, each [B, T] unless said; order and back are None where no token has to move.
+    """The places of tokens. Arrays are [B, T] unless stated otherwise; order and back are None if no token moves.
 
     Attributes:
-        order: token that stands at each compacted place.
-        back: compacted place of each token.
-        sequence: row of the state that the token's sequence reads (by compacted place).
-        position: index of the token in its segment (by compacted place).
-        fresh: whether the token's segment starts from zeros instead of the given state (by compacted place).
-        first: compacted place at which each state row's last segment starts, [N]; length: its valid tokens, [N].
-        restarted: [N], whether that last segment started from zeros.
+        order: for each compacted place, the token that goes there.
+        back: for each token, its compacted place.
+        sequence: for each compacted place, the row of the states that the token's sequence reads.
+        position: for each compacted place, the index of the token in its segment.
+        fresh: for each compacted place, whether the token's segment starts from zeros instead of the given state.
+        first: [N], for each row of the states, the compacted place at which its last segment starts.
+        length: [N], the number of valid tokens in that segment.
+        restarted: [N], whether that segment started from zeros.
     """
 
     order: Array | None
@@ -49,20 +51,20 @@ class Layout(NamedTuple):
 
 
 def index_range(xp: Namespace, like: Array, stop: int) -> Array:
-    """0, 1, ..., stop - 1 as int32 on the device of ``like``."""
+    """Return 0, 1, ..., stop - 1 as int32 on the device of ``like``."""
     return xp.arange(stop, dtype=xp.int32, **device_of(like))
 
 
 def count_at_most(xp: Namespace, ascending: Array, values: Array) -> Array:
-    """How many entries of ``ascending`` [N] are at most each of ``values`` [M], int32 [M]."""
+    """Count, for each of ``values`` [M], the entries of ``ascending`` [N] that are at most that value; int32 [M]."""
     if isinstance(ascending.shape[0], int) and isinstance(values.shape[0], int):
         return xp.astype(xp.searchsorted(ascending, values, side="right"), xp.int32)
-    return xp.sum(xp.astype(ascending <= values[:, None], xp.int32), axis=1)  # for symbolic lengths, of JAX's
+    return xp.sum(xp.astype(ascending <= values[:, None], xp.int32), axis=1)  # for JAX's symbolic lengths
 
 
 def _running_max(xp: Namespace, x: Array) -> Array:
-    """Largest value so far along the last dimension, by doubling: the array API has no cumulative maximum."""
-    if not isinstance(x.shape[-1], int) and hasattr(xp.maximum, "accumulate"):  # a symbolic length, of JAX's
+    """Compute the cumulative maximum along the last dimension by doubling, as the array API has no function for it."""
+    if not isinstance(x.shape[-1], int) and hasattr(xp.maximum, "accumulate"):  # one of JAX's symbolic lengths
         return xp.maximum.accumulate(x, axis=-1)
     step = 1
     while step < x.shape[-1]:
@@ -72,18 +74,22 @@ def _running_max(xp: Namespace, x: Array) -> Array:
 
 
 def compact(xp: Namespace, x: Array, order: Array | None) -> Array:
-    """Tokens [B, T, ...] at their compacted places."""
+    """Return tokens [B, T, ...] at their compacted places."""
     return x if order is None else x[index_range(xp, order, order.shape[0])[:, None], order]
 
 
-restore = compact  # with ``Layout.back``: the way home is a permutation too
+restore = compact  # called with ``Layout.back``, since the inverse is a permutation too
 
 
 class Placed(NamedTuple):
-    """Sequences of a batch whose rows are laid end to end, on the host; numpy arrays, one entry a sequence.
+    """The sequences of a batch whose rows are laid end to end, as numpy arrays with one entry per sequence.
 
-    begin, end: its tokens. state: row of the given states that it reads; fresh: whether it starts from zeros instead.
-    last: for each row of the final states, the sequence that ends it, [N].
+    Attributes:
+        begin: the first token of the sequence.
+        end: the token after its last one.
+        state: the row of the given states that the sequence reads.
+        fresh: whether the sequence starts from zeros instead.
+        last: [N], for each row of the final states, the sequence that determines it.
     """
 
     begin: np.ndarray
@@ -94,7 +100,7 @@ class Placed(NamedTuple):
 
 
 def place(B: int, T: int, cu_seqlens: np.ndarray | None, starts: np.ndarray | None) -> Placed:
-    """Where the sequences of a batch lie: packed ones, segments (``starts`` [B, T], see below), or whole rows."""
+    """Locate the sequences of a batch: packed sequences, segments (``starts`` [B, T], see below) or whole rows."""
     if cu_seqlens is not None:
         bounds = np.clip(cu_seqlens, 0, T)
         every = np.arange(len(bounds) - 1)
@@ -109,7 +115,7 @@ def place(B: int, T: int, cu_seqlens: np.ndarray | None, starts: np.ndarray | No
 
 
 def segment_starts(xp: Namespace, segment_ids: Array, mask: Array | None) -> Array:
-    """True where a segment other than the row's first begins. [B, T]
+    """Return [B, T], true where a segment begins other than the first of its row.
 
     Masked tokens neither begin nor end a segment.
     """
@@ -126,9 +132,9 @@ def segment_starts(xp: Namespace, segment_ids: Array, mask: Array | None) -> Arr
 def layout(
     xp: Namespace, like: Array, cu_seqlens: Array | None, segment_ids: Array | None, mask: Array | None
 ) -> Layout:
-    """The layout of a batch; ``like`` is any operand [B, T, ...] on the device at hand.
+    """Compute the layout of a batch; ``like`` is any operand [B, T, ...] on the device where the layout is needed.
 
-    At most one of cu_seqlens [N + 1] (then B = 1) and segment_ids [B, T] is given.
+    At most one of cu_seqlens [N + 1] (with B = 1) and segment_ids [B, T] may be given.
     """
     B, T = like.shape[:2]
     token = xp.broadcast_to(index_range(xp, like, T)[None, :], (B, T))

@@ -1,19 +1,19 @@
-"""What an update of a pool of states means: which slots a batch's rows read and write, and which tokens count.
+"""The meaning of an update of a pool of states: the slots that a batch's rows read and write, and the tokens committed.
 
-A pool has S slots, one a request; slot 0 is null. A batch has N rows, each some tokens of a request, ragged: those of
-row n are ``query_start_loc[n]`` to ``query_start_loc[n + 1]`` of [T, ...], and what lies behind the last row's is
-padding. Rows come in any order, and what a row is follows from its own numbers alone:
+A pool has S slots, one per request; slot 0 is null. A batch has N rows, each with some tokens of one request. The
+tokens of all rows are ragged, [T, ...]: row n has those from ``query_start_loc[n]`` up to ``query_start_loc[n + 1]``,
+and the tokens after the last row are padding. Rows may come in any order, and each depends only on its own numbers:
 
-- It is nothing, reads nothing, writes nothing and gives o = 0, if it has no tokens or its slot is 0, negative or none
-  of the pool's.
-- A request of which no token has been computed starts from zeros, whatever its slot holds.
-- **Rollback by not committing**: a slot's recurrent and convolution states hold accepted tokens only. A row of at most
-  ``window`` tokens leaves them in its slot as they came, where they wait. The request's next row says how many of them,
-  from the first on, are accepted; these are computed again and committed, the others never were. A longer row commits
-  what was accepted, and all of its own tokens.
-- A row may read one slot and write another one, which leaves the former as it is. Rows read before any row writes.
-- Where committed tokens reach a multiple of ``checkpoint_every``, counted from the request's first token, the states
-  there are written to the next of the row's slots for checkpoints.
+- A row without tokens, or whose slot is 0, negative or outside the pool, is inactive: it reads nothing, writes nothing
+  and returns o = 0.
+- A request of which no token has been computed starts from zeros, whatever its slot contains.
+- **Rollback without undoing**: the recurrent and convolution states of a slot contain accepted tokens only. The tokens
+  of a row with at most ``window`` tokens are stored in its slot as they came, and wait there. The request's next row
+  says how many of them, counted from the first, are accepted. These are computed again and committed; the others are
+  dropped. A longer row commits the accepted tokens and all of its own.
+- A row may read one slot and write another, and then leaves the first unchanged. All rows read before any row writes.
+- Whenever the committed tokens reach a multiple of ``checkpoint_every``, counted from the request's first token, the
+  states at that point are written to the next of the row's slots for checkpoints.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ RECURRENT, CONV, PENDING = POOL_OPERANDS
 _STARTS, _WRITE, _COMPUTED, _ACCEPTED, _READ, _CHECKPOINTS = BATCH_OPERANDS
 
 
-# What goes together. --------------------------------------------------------------------------------------------------
+# Shapes and dtypes. ---------------------------------------------------------------------------------------------------
 
 
 def batch_rows(meta: Mapping[str, Meta]) -> int:
-    """The number of rows N of a batch, whose arrays must agree.
+    """Return the number of rows N of a batch, after checking that its arrays agree.
 
     Raises:
-        GdnError: one has another shape or dtype.
+        GdnError: an array of the batch has a wrong shape or dtype.
     """
     for name, operand in BATCH_OPERANDS.items():
         if name in meta:
@@ -76,13 +76,13 @@ def batch_rows(meta: Mapping[str, Meta]) -> int:
 
 
 def waiting(s: Signature) -> tuple[str, ...]:
-    """Names of the operands whose tokens wait in a slot: those that change its states."""
+    """Return the names of the operands whose tokens wait in a slot, which are those that change its states."""
     inputs = ("k", "v") if s.conv is None else ("qkv",)
     return (*inputs, *(name for name in PER_TOKEN if name in GATES and s.has(name)))
 
 
 def window_name(name: str) -> str:
-    """The operand that holds another one's waiting tokens."""
+    """Return the name of the operand that holds the waiting tokens of operand ``name``."""
     return f"pool.window.{name}"
 
 
@@ -102,13 +102,15 @@ def _window_shape(s: Signature, kind: PoolKind, name: str) -> tuple[int, ...]:
 
 
 def pool_kind(s: Signature, options: UpdateOptions, meta: Mapping[str, Meta]) -> PoolKind:
-    """What an update does with its pool, after checking that the pool is one for such a call.
+    """Describe the pool of an update, after checking that it fits the call.
 
     Args:
         s: the call, without its pool.
+        options: the options of the update.
+        meta: the metadata of the operands, including those of the pool and the batch.
 
     Raises:
-        GdnError: what is wrong with the pool, the window or the checkpoints.
+        GdnError: the pool, the window or the checkpoints do not fit the call.
     """
     slots = rank(meta, RECURRENT, "[S, HV, K, V]")[0]
     takes(meta, POOL_OPERANDS[RECURRENT])
@@ -197,24 +199,26 @@ def _check_windows(s: Signature, kind: PoolKind, meta: Mapping[str, Meta], given
 
 
 def call_of(s: Signature, **changes: Any) -> Signature:
-    """The call that an update would be without a pool: the signature of its operands with tokens and parameters."""
+    """Return the signature of the call that an update would be without a pool: with its tokens and parameters only."""
     names = tuple(n for n in s.operands if not n.startswith(("pool.", "batch.")))
     return replace(s, **{"operands": names, "update": None, **changes})
 
 
-# What a batch says. ---------------------------------------------------------------------------------------------------
+# Contents of a batch. -------------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, int32 [N] each unless said; rows that are nothing have no tokens, and slot 0.
+    """The rows of a batch. Arrays are int32 [N] unless stated otherwise; inactive rows have no tokens and slot 0.
 
     Attributes:
-        begin, length: the first token and the number of tokens.
-        read, write: slots; read is 0 where a request starts from zeros.
+        begin: the row's first token.
+        length: its number of tokens.
+        read: the slot that it reads, or 0 if the request starts from zeros.
+        write: the slot that it writes.
         accepted: how many of the tokens that wait in the slot read are committed.
-        start: tokens of the request that the slot's states hold.
-        waits: 1 where the row's own tokens wait, else 0.
-        alive: whether the row is anything, boolean [N].
+        start: the number of the request's tokens that the states of the slot contain.
+        waits: 1 if the row's own tokens wait, else 0.
+        alive: whether the row is active, boolean [N].
     """
 
     begin: Array
@@ -228,15 +232,17 @@ class Rows(NamedTuple):
 
     @property
     def committed(self) -> Array:
-        """How many tokens the row commits: accepted ones, and its own unless they wait."""
+        """The number of tokens that each row commits: the accepted ones, and its own unless they wait."""
         return self.accepted + self.length * (1 - self.waits)
 
 
 def rows_of(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Rows:
-    """The rows of an update's batch.
+    """Compute the rows of an update's batch.
 
     Args:
-        x: the batch's arrays and ``pool.pending``, in the namespace ``xp``; others are not looked at.
+        xp: the array namespace.
+        s: the update.
+        x: operands in that namespace, of which only the batch's arrays and ``pool.pending`` are used.
     """
     kind = s.update
     assert kind is not None
@@ -269,28 +275,32 @@ def rows_of(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Rows:
 
 
 def crossed(rows: Rows, every: int, number: int) -> Array:
-    """The count of committed tokens at which a row reaches its next multiple of ``every`` but ``number``; it does only
-    where that is at most ``rows.committed``."""
+    """Return how many tokens each row must commit to reach multiple ``number`` of ``every``, counted from its next one.
+
+    Number 0 is the next multiple. The row reaches it only if the result is at most ``rows.committed``.
+    """
     return (rows.start // every + 1 + number) * every - rows.start
 
 
 def most_crossed(tokens: int, every: int) -> int:
-    """How many multiples of ``every`` so many tokens can reach at most."""
+    """Return the largest number of multiples of ``every`` that a row of so many tokens can reach."""
     return (tokens - 1) // every + 1 if tokens else 0
 
 
 def token_rows(xp: Namespace, s: Signature, rows: Rows, like: Array) -> tuple[Array, Array]:
-    """For each token [T] its row, and whether it is a token of a row that is something."""
+    """Return for each token [T] its row, and whether that row exists and is active."""
     token = xp.arange(s.T, dtype=xp.int32, **({} if s.library != "torch" else {"device": like.device}))
     inside = (token[:, None] >= rows.begin) & (token[:, None] < rows.begin + rows.length)
     return xp.argmax(xp.astype(inside, xp.int32), axis=1), xp.any(inside, axis=1)
 
 
 def batch_conditions(xp: Namespace, s: Signature, x: Mapping[str, Array]) -> Iterator[tuple[Array, str]]:
-    """What must hold of a batch's contents, and the sentence for where it does not.
+    """Yield each condition on a batch's contents, with the sentence for an error if it does not hold.
 
     Args:
-        x: as of ``rows_of``.
+        xp: the array namespace.
+        s: the update.
+        x: operands, as ``rows_of`` takes them.
     """
     kind = s.update
     assert kind is not None

@@ -1,17 +1,17 @@
 """The seven stages of the chunkwise rule, each a function of one chunk.
 
-Every function takes an ``Algebra``: the array namespace ``xp`` (array API, as array-api-compat or ``jax.numpy`` provide
-it) and, where it multiplies, the matrix product ``mm(a, b, name_a, name_b)``; the names say which operand is which, so
-that a product may round them differently (``precision.py``). Leading dimensions are arbitrary and broadcast: heads,
-groups, batch.
+Every function takes the array namespace ``xp`` (the array API, as array-api-compat or ``jax.numpy`` provide it), or an
+``Algebra``, which also has the matrix product ``mm(a, b, name_a, name_b)``. The names identify the operands, so that a
+product can round them differently (``precision.py``). Leading dimensions (heads, groups, batch) are arbitrary and
+broadcast.
 
-Shapes below leave them out. C tokens in a chunk (a power of two), K key channels, V value channels,
-n decay groups (1: one decay a head, K: one a channel).
+Shapes below leave them out. There are C tokens in a chunk (a power of two), K key channels, V value channels and n
+decay groups (1: one decay per head, K: one per channel).
 
-A decay below ``RESET`` is a hard reset: exp of it is 0 in float32. It is counted, not summed, since a sum that
-contains it has no digits left for its neighbours; sums begin anew behind it, and nothing crosses it. Exponents are
-masked before exp, never after: 0 * inf is NaN. Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), and
-the KDA and GDN-2 reports for the finer gates; the hierarchy of reference rows in ``channel_scores`` keeps every
+A log decay below ``RESET`` is a hard reset: its exp is 0 in float32. It is counted, not summed, since a sum that
+contains it has no digits left for its neighbours. Sums begin anew after it, and nothing passes it. Exponents are masked
+before exp, never after it, because 0 * inf is NaN. Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024),
+and the KDA and GDN-2 reports for the finer gates; the hierarchy of reference rows in ``channel_scores`` keeps every
 exponent <= 0 for any gate.
 """
 
@@ -46,13 +46,13 @@ STAGES = ("decay", "scores", "inverse", "wy", "state", "delta", "output")
 
 
 class Product(Protocol):
-    """A matrix product over the last two dimensions that knows its operands by name."""
+    """A matrix product over the last two dimensions, which is told the names of its operands."""
 
     def __call__(self, a: Array, b: Array, name_a: str, name_b: str) -> Array: ...
 
 
 class Algebra(NamedTuple):
-    """What a stage computes with: the array namespace, and the product of matrices."""
+    """The array namespace and the matrix product that a stage uses."""
 
     xp: Namespace
     mm: Product
@@ -62,8 +62,9 @@ class Decays(NamedTuple):
     """The decays of one chunk, as the stage ``decay`` sums them.
 
     Attributes:
-        sum: G [C, n], the log decay since the chunk's start or the last reset, inclusive.
-        resets: [C, n], how many resets there were so far, inclusive, as floats.
+        sum: G [C, n], the sum of the log decays since the chunk's start or the last reset, up to and including each
+            token.
+        resets: [C, n], the number of resets up to and including each token, as floats.
     """
 
     sum: Array
@@ -76,14 +77,14 @@ def transpose(xp: Namespace, x: Array) -> Array:
 
 
 def lower_triangle(xp: Namespace, like: Array, strict: bool) -> Array:
-    """Boolean [C, C]: row i may see column j (i >= j, or i > j)."""
+    """Return a boolean mask [C, C], true where row i may see column j: i >= j, or i > j if ``strict``."""
     index = xp.arange(like.shape[-2], **device_of(like))
     row, column = index[:, None], index[None, :]
     return row > column if strict else row >= column
 
 
 def device_of(x: Array) -> dict[str, Any]:
-    """The device of x for a new array, where the library wants to be told (torch does)."""
+    """Return the keyword for the device of a new array next to x, if the library needs one, as torch does."""
     return {"device": x.device} if type(x).__module__.startswith("torch") else {}
 
 
@@ -91,24 +92,25 @@ def device_of(x: Array) -> dict[str, Any]:
 
 
 def decay(xp: Namespace, g: Array, starts: Array | None = None) -> Decays:
-    """Cumulative decay since the chunk's start or the last reset in it, and the number of resets so far.
+    """Sum the log decays since the chunk's start or the last reset in it, and count the resets so far.
 
     Args:
+        xp: the array namespace.
         g: log decay [C, n].
-        starts: boolean [C, 1], True at the first token of a new segment; those are resets too.
+        starts: boolean [C, 1], True at the first token of a new segment, which is a reset, too.
 
     Returns:
-        The sums and the number of resets. No sum runs
-        across a reset, so that what follows does not depend on what came before by so much as a rounding. And a gate
-        that is exactly 0 leaves the sum as it was, to the bit: behind strong gates the sum is large, and what lies
-        between a token and the filling (or masked tokens) behind it would otherwise decay by the sum's rounding.
+        The sums and the numbers of resets. No sum runs across a reset, so that tokens after it do not depend on those
+        before it, not even by a rounding. A gate of exactly 0 leaves the sum unchanged, bit for bit: after strong gates
+        the sum is large, and values would otherwise decay by its rounding between a token and the padding (or masked
+        tokens) that follows.
     """
     reset = g < RESET
     if starts is not None:
         reset = reset | starts
     count = xp.cumulative_sum(xp.astype(reset, g.dtype), axis=-2)
     G, size = xp.where(reset, xp.zeros_like(g), g), 1
-    while size < g.shape[-2]:  # to each right block, the last sum of the left block beside it
+    while size < g.shape[-2]:  # add to each right block the last sum of the left block next to it
         (left, right), (left_count, right_count) = halves(xp, G, size), halves(xp, count, size)
         last = left[..., -1:, :]
         right = right + xp.where(right_count == left_count[..., -1:, :], last, xp.zeros_like(last))
@@ -118,24 +120,24 @@ def decay(xp: Namespace, g: Array, starts: Array | None = None) -> Decays:
 
 
 def from_start(xp: Namespace, decays: Decays) -> Array:
-    """exp(G) where no reset lies between the chunk's start and the row, else 0. [C, n]"""
+    """Return exp(G) [C, n] where no reset lies between the chunk's start and the row, else 0."""
     return xp.exp(xp.where(decays.resets == 0, decays.sum, -xp.inf))
 
 
 def to_end(xp: Namespace, decays: Decays) -> Array:
-    """exp(G_C - G) where no reset lies between the row and the chunk's end, else 0. [C, n]"""
+    """Return exp(G_C - G) [C, n] where no reset lies between the row and the chunk's end, else 0."""
     G, count = decays
     last, last_count = G[..., -1:, :], count[..., -1:, :]
     return xp.exp(xp.where(count == last_count, last - G, -xp.inf))
 
 
 def across(xp: Namespace, decays: Decays) -> Array:
-    """exp(G_C), what the chunk leaves of the state that enters it; 0 after a reset. [1, n]"""
+    """Return exp(G_C) [1, n], the fraction of the entering state that is left after the chunk; 0 after a reset."""
     return from_start(xp, Decays(*(a[..., -1:, :] for a in decays)))
 
 
 def to_channels(xp: Namespace, x: Array, channels: int) -> Array:
-    """Repeat a grouped factor [C, n] to the channels of its groups [C, K]; n = 1 and n = K stay and broadcast."""
+    """Repeat a factor [C, n] over the channels of its groups, [C, K]; with n = 1 or n = K it is returned as it is."""
     n = x.shape[-1]
     if n in (1, channels):
         return x
@@ -144,7 +146,7 @@ def to_channels(xp: Namespace, x: Array, channels: int) -> Array:
 
 
 def over_groups(xp: Namespace, x: Array, groups: int) -> Array:
-    """Sum [C, K] over the channels of each group: [C, n]."""
+    """Sum x [C, K] over the channels of each group, and return [C, n]."""
     if groups == x.shape[-1]:
         return x
     if groups == 1:
@@ -153,25 +155,25 @@ def over_groups(xp: Namespace, x: Array, groups: int) -> Array:
 
 
 def split_groups(xp: Namespace, x: Array, groups: int) -> Array:
-    """[C, K] as [n, C, K/n]."""
+    """Reshape [C, K] to [n, C, K/n]."""
     return xp.moveaxis(xp.reshape(x, (*x.shape[:-1], groups, x.shape[-1] // groups)), -2, -3)
 
 
 def join_groups(xp: Namespace, x: Array) -> Array:
-    """The inverse of split_groups: [n, C, K/n] as [C, K]."""
+    """Reshape [n, C, K/n] to [C, K]: the inverse of ``split_groups``."""
     x = xp.moveaxis(x, -3, -2)
     return xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
 
 
 def pair_decay(xp: Namespace, decays: Decays) -> Array:
-    """D[i, j] = exp(G_i - G_j) for i >= j with no reset between them, else 0. [n, C, C]"""
+    """Return D [n, C, C] with D[i, j] = exp(G_i - G_j) for i >= j with no reset between them, else 0."""
     G, count = (transpose(xp, a) for a in decays)
     keep = (count[..., :, None] == count[..., None, :]) & lower_triangle(xp, G[..., None], strict=False)
     return xp.exp(xp.where(keep, G[..., :, None] - G[..., None, :], -xp.inf))
 
 
 def by_channel(k: Array, decays: Decays) -> bool:
-    """Whether the decay is given channel by channel, so that it cannot leave the contraction."""
+    """Return whether the decay is given per channel, so that it cannot be moved out of the sum over channels."""
     return 1 < decays.sum.shape[-1] == k.shape[-1]
 
 
@@ -181,12 +183,16 @@ def by_channel(k: Array, decays: Decays) -> bool:
 def scores(
     algebra: Algebra, q: Array, k: Array, b: Array | None, decays: Decays, scale: float
 ) -> tuple[Array | None, Array]:
-    """Decayed scores of the keys against themselves and of the queries against the keys.
+    """Compute the decayed scores of the keys against themselves and of the queries against the keys.
 
     Akk[i, j] = sum_d b_i k_i k_j exp(G_i - G_j) for i > j;  Aqk[i, j] = scale sum_d q_i k_j exp(G_i - G_j) for i >= j.
 
     Args:
-        q, k: [C, K].  b: erase gate [C, 1] or [C, K], or None (erases nothing; Akk is then None).
+        algebra: the array namespace and the matrix product to use.
+        q, k: [C, K].
+        b: erase gate [C, 1] or [C, K], or None, which erases nothing (Akk is then None).
+        decays: the decays of the chunk.
+        scale: the factor of the queries.
 
     Returns:
         Akk [C, C] or None, Aqk [C, C].
@@ -217,15 +223,20 @@ def scores(
 
 
 def halves(xp: Namespace, x: Array, size: int) -> tuple[Array, Array]:
-    """Rows of [C, D] as pairs of adjacent blocks of ``size`` rows: (left, right), each [C / 2 size, size, D]."""
+    """Split the rows of x [C, D] into pairs of adjacent blocks of ``size`` rows.
+
+    Returns:
+        The left and the right blocks of the pairs, each [C / 2 size, size, D].
+    """
     x = xp.reshape(x, (*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1]))
     return x[..., 0, :, :], x[..., 1, :, :]
 
 
 def channel_factors(xp: Namespace, decays: Decays, size: int) -> tuple[Array, Array]:
-    """exp of the decay from each row of a left block to that block's last row, and from there to each row of the right.
+    """Return the decay from each row of a left block to that block's last row, and from there to each right row.
 
-    With that reference no exponent is positive, whatever the gates, and none depends on a later token than its query.
+    With this reference row no exponent is positive, whatever the gates are, and none depends on a token later than its
+    query.
     """
     left, right = halves(xp, decays.sum, size)
     left_count, right_count = halves(xp, decays.resets, size)
@@ -237,9 +248,10 @@ def channel_factors(xp: Namespace, decays: Decays, size: int) -> tuple[Array, Ar
 
 
 def channel_scores(algebra: Algebra, rows: list[Array], names: list[str], k: Array, decays: Decays) -> list[Array]:
-    """For each x of rows: sum_d x_i k_j exp(G_i - G_j) for i > j, the decay given by channel. [C, C] each.
+    """Compute for each x of rows sum_d x_i k_j exp(G_i - G_j) for i > j, [C, C], with a decay per channel.
 
-    Pairs of blocks of 1, 2, 4, ... rows: at every size the right block's rows meet the left block's keys.
+    This takes pairs of adjacent blocks of 1, 2, 4, ... rows: at every size the rows of the right block are multiplied
+    with the keys of the left block.
     """
     xp, mm = algebra
     blocks = [xp.zeros_like(x[..., :, None, :1]) * xp.zeros_like(decays.sum[..., :, None, :1]) for x in rows]
@@ -255,7 +267,7 @@ def channel_scores(algebra: Algebra, rows: list[Array], names: list[str], k: Arr
 
 
 def _grow(xp: Namespace, blocks: Array, corner: Array) -> Array:
-    """Blocks [2m, s, s] on the diagonal and the corners between their pairs [m, s, s]: blocks [m, 2s, 2s]."""
+    """Join diagonal blocks [2m, s, s], and the corners [m, s, s] between the pairs of them, to blocks [m, 2s, 2s]."""
     shape = blocks.shape
     pairs = xp.reshape(blocks, (*shape[:-3], shape[-3] // 2, 2, *shape[-2:]))
     first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
@@ -264,7 +276,7 @@ def _grow(xp: Namespace, blocks: Array, corner: Array) -> Array:
 
 
 def lower_blocks(xp: Namespace, A: Array) -> list[Array]:
-    """The corners of A [C, C] that join pairs of blocks of 1, 2, 4, ... C/2 rows: [C / 2 size, size, size] each."""
+    """Return the corners of A [C, C] between pairs of blocks of 1, 2, ..., C/2 rows, each [C / 2 size, size, size]."""
     found = []
     A = A[..., None, :, :]
     while A.shape[-1] > 1:
@@ -279,9 +291,9 @@ def lower_blocks(xp: Namespace, A: Array) -> list[Array]:
 
 
 def inverse(algebra: Algebra, Akk: Array) -> Array:
-    """T = (I + Akk)^-1 for a strictly lower triangular Akk [C, C], by a ladder of block sizes 1, 2, 4, ... .
+    """Compute T = (I + Akk)^-1 for a strictly lower triangular Akk [C, C], by blocks of 1, 2, 4, ... rows.
 
-    [[L, 0], [A, R]]^-1 = [[L^-1, 0], [-R^-1 A L^-1, R^-1]]. Powers of Akk never appear: with repeated keys they
+    [[L, 0], [A, R]]^-1 = [[L^-1, 0], [-R^-1 A L^-1, R^-1]]. No powers of Akk are formed: with repeated keys they
     overflow long before they cancel.
     """
     xp, mm = algebra
@@ -299,7 +311,7 @@ def inverse(algebra: Algebra, Akk: Array) -> Array:
 def wy(
     algebra: Algebra, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None, decays: Decays
 ) -> tuple[Array, Array | None]:
-    """U = T (w * v) [C, V] and W = T (b * k * exp G) [C, K]; without an erase gate U = w * v and W is None."""
+    """Compute U = T (w * v) [C, V] and W = T (b * k * exp G) [C, K]; without an erase gate U = w * v and W is None."""
     xp, mm = algebra
     written = v if w is None else w * v
     if b is None or T is None:
@@ -309,14 +321,14 @@ def wy(
 
 
 def delta(algebra: Algebra, U: Array, W: Array | None, S: Array) -> Array:
-    """What the chunk really writes: Vn = U - W S, with S [K, V] the state at its start. [C, V]"""
+    """Compute Vn = U - W S [C, V], the values that the chunk really writes, from the state S [K, V] at its start."""
     return U if W is None else U - algebra.mm(W, S, "W", "S")
 
 
 def delta_direct(
     algebra: Algebra, T: Array | None, k: Array, v: Array, b: Array | None, w: Array | None, decays: Decays, S: Array
 ) -> Array:
-    """Vn = T (w * v - (b * k * exp G) S) [C, V], which is ``delta`` with a product fewer, where S is at hand."""
+    """Compute Vn = T (w * v - (b * k * exp G) S) [C, V], as ``delta`` does, with one product fewer if S is known."""
     xp, mm = algebra
     written = v if w is None else w * v
     if b is None or T is None:
@@ -330,7 +342,7 @@ def delta_direct(
 
 
 def output(algebra: Algebra, q: Array, Aqk: Array, Vn: Array, decays: Decays, S: Array, scale: float) -> Array:
-    """o = scale (q * exp G) S + Aqk Vn. [C, V]"""
+    """Compute o = scale (q * exp G) S + Aqk Vn, [C, V]."""
     xp, mm = algebra
     factor = from_start(xp, decays)
     if factor.shape[-1] == 1:
@@ -339,7 +351,7 @@ def output(algebra: Algebra, q: Array, Aqk: Array, Vn: Array, decays: Decays, S:
 
 
 def state(algebra: Algebra, k: Array, Vn: Array, decays: Decays, S: Array) -> Array:
-    """The state after the chunk: diag(exp G_C) S + (k * exp(G_C - G))^T Vn. [K, V]"""
+    """Compute the state after the chunk, diag(exp G_C) S + (k * exp(G_C - G))^T Vn, [K, V]."""
     xp, mm = algebra
     channels = k.shape[-1]
     keys = k * to_channels(xp, to_end(xp, decays), channels)

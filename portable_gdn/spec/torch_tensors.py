@@ -1,4 +1,4 @@
-"""What every backend on torch tensors needs; torch is imported when a function is called, not with this module."""
+"""Helpers for backends on torch tensors. They import torch when they are called, not with this module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensor = Any
 
 
 def from_numpy(operands: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors on the CPU with the arrays' dtypes; copies. bfloat16 travels by its bits."""
+    """Copy numpy arrays to tensors on the CPU with equal dtypes; bfloat16 is copied bit by bit."""
     import torch
 
     def convert(a: Any) -> Tensor:
@@ -40,7 +40,7 @@ def from_numpy(operands: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def to_numpy(array: Tensor) -> np.ndarray:
-    """The contents of a tensor."""
+    """Return the contents of a tensor as a numpy array."""
     import torch
 
     array = array.detach().cpu()
@@ -53,13 +53,14 @@ def to_numpy(array: Tensor) -> np.ndarray:
 
 @contextmanager
 def float32_products(device_type: str) -> Iterator[None]:
-    """A block whose products of float32 tensors are IEEE's, whatever the caller has set for a model.
+    """Compute products of float32 tensors within the block as IEEE products, whatever the caller has set for a model.
 
     Neither ``torch.autocast`` nor TF32 or bfloat16 for float32 (``torch.set_float32_matmul_precision``, the backends'
-    ``fp32_precision``) rounds operands in it. In a program that torch.compile is tracing, only autocast is turned off.
+    ``fp32_precision``) rounds operands in the block. While torch.compile traces a program, only autocast is turned off.
 
     Args:
-        device_type: where the block computes; one that autocast does not know ("meta") has nothing to turn off.
+        device_type: the type of the device on which the block computes. Autocast is left alone for a device that does
+            not support it, such as "meta".
     """
     import torch
 
@@ -78,7 +79,10 @@ def float32_products(device_type: str) -> Iterator[None]:
 
 
 class _Switches:
-    """torch's switches of products are the whole process's: the first thread in turns them, the last one out back."""
+    """torch's process-wide switches for products: the first thread to enter sets them, the last to leave resets them.
+
+    They hold for the whole process, so threads that are inside at once share one change.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -118,7 +122,7 @@ class _Switches:
 
 
 def set_back(switch: Any, value: str) -> None:
-    """Give a switch of torch's the ``fp32_precision`` that was read from it, which may be what a wider one says."""
+    """Set a switch of torch back to the ``fp32_precision`` read from it, which may be that of a wider switch."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value
@@ -128,12 +132,12 @@ _switches = _Switches()
 
 
 def on_host(x: Any) -> np.ndarray:
-    """Contents of a tensor or numpy array on the host, as a copy."""
+    """Copy the contents of a tensor or numpy array to the host."""
     return np.array(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
 
 
 def boundaries_as_tensor(operands: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The operands, with ``cu_seqlens`` on their device where the caller had it as a numpy array."""
+    """Return the operands, with ``cu_seqlens`` moved to their device if the caller passed it as a numpy array."""
     import torch
 
     bounds = operands.get("cu_seqlens")
@@ -146,7 +150,16 @@ def boundaries_as_tensor(operands: Mapping[str, Any]) -> Mapping[str, Any]:
 def gradients(
     run: Callable[[Problem], Result], problem: Problem, cotangents: Mapping[str, Tensor]
 ) -> tuple[Result, dict[str, Tensor]]:
-    """What ``run`` returns, and by autograd the operands' cotangents from those of "o" and "state"."""
+    """Compute a call and its gradients with autograd.
+
+    Args:
+        run: computes a call.
+        problem: the call.
+        cotangents: the cotangents of "o" and "state"; a missing one is zeros.
+
+    Returns:
+        The result, and the cotangent of each operand that has a gradient.
+    """
     import torch
 
     smooth = {
@@ -167,13 +180,13 @@ def gradients(
 
 
 def register_gradient(operation: Any, backward: Any, constants: int) -> None:
-    """Tell torch.compile what an operation of the rule returns, and autograd what its gradient is.
+    """Register an operation of the rule with torch.compile (its output shapes) and with autograd (its gradient).
 
     Args:
         operation: takes the tensors q, k, v, g, b, w, S, boundaries and starts, then constants; returns o and states.
-        backward: takes the same tensors and the first of the constants, then the cotangents of o and states; returns
-            those of the tensors up to S that are there.
-        constants: how many of them the backward operation takes.
+        backward: takes these tensors and the first of the constants, then the cotangents of o and states; returns the
+            cotangents of those tensors from q to S that are not None.
+        constants: the number of constants that the backward operation takes.
     """
     import torch
 

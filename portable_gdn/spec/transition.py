@@ -1,14 +1,15 @@
-"""What a piece of a sequence does to the state: an affine map, and how such maps are found, joined and applied.
+"""The affine map that a piece of a sequence applies to the state: how such maps are found, joined and applied.
 
-The rule is linear in the state: over any tokens S_out = A S_in + B and o_t = o'_t + P_t^T S_in, with A [K, K],
-B [K, V], o' the outputs from a state of zeros, and P_t [K] for each token. So a sequence may be cut anywhere: the
-pieces' maps are found all at once, joined in order, and each piece corrected by the state that enters it.
+The rule is linear in the state. Over any tokens S_out = A S_in + B and o_t = o'_t + P_t^T S_in, with A [K, K],
+B [K, V], the outputs o' from a state of zeros, and P_t [K] for each token. A sequence may therefore be cut anywhere:
+the maps of all pieces are computed at once and joined in order, and each piece is corrected by the state that enters
+it.
 
-One call of the rule finds all four. Columns of the state do not know of each other, so V more columns cost what they
-cost: with K columns of zeros beside v, and the state [0 | I], the outputs are [o' | P] and the final state is [B | A].
-Nothing is neglected: of a rule that forgets A is small, and that is what is computed.
+One call of the rule finds all four. The columns of the state are independent of each other, so more columns can simply
+be added: with K columns of zeros next to v, and the state [0 | I], the outputs are [o' | P] and the final state is
+[B | A]. Nothing is approximated: if the rule forgets, A is small, and it is computed as such.
 
-The adjoint of S_in -> S_out is dS_in = A^T dS_out: cotangents go through the same maps, transposed, in reverse order.
+The adjoint of S_in -> S_out is dS_in = A^T dS_out, so cotangents pass through the transposed maps in reverse order.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ Product = Callable[[Array, Array], Array]
 
 
 class Transition(NamedTuple):
-    """S_out = A S_in + B. A: [.., K, K]; B: [.., K, V]; float32, or float64 where that is computed with."""
+    """The map S_out = A S_in + B, in float32, or in float64 for computations in that dtype.
+
+    Attributes:
+        A: [.., K, K].
+        B: [.., K, V].
+    """
 
     A: Array
     B: Array
 
 
 def moved(mm: Product, t: Transition, state: Array) -> Array:
-    """The state [.., K, V] after the tokens that the map stands for."""
+    """Return the state [.., K, V] after the tokens of the map, from the state before them."""
     return mm(t.A, state) + t.B
 
 
 def joined(mm: Product, later: Transition, earlier: Transition) -> Transition:
-    """The map of two pieces, the earlier one first."""
+    """Return the map of two adjacent pieces together."""
     return Transition(mm(later.A, earlier.A), moved(mm, later, earlier.B))
 
 
 def adjoint(xp: Namespace, t: Transition, d_state: Array, mm: Product) -> Array:
-    """The cotangent of S_in [.., K, V] from that of S_out."""
+    """Return the cotangent of S_in [.., K, V] from that of S_out."""
     return mm(xp.matrix_transpose(t.A), d_state)
 
 
 def entering(mm: Product, maps: Sequence[Transition], state: Array) -> tuple[list[Array], Array]:
-    """The state that enters each of the pieces, in order, and the one that leaves the last."""
+    """Return the states that enter each of the pieces, in order, and the state that leaves the last."""
     found = []
     for t in maps:
         found.append(state)
@@ -56,7 +62,7 @@ def entering(mm: Product, maps: Sequence[Transition], state: Array) -> tuple[lis
 
 
 def widened(xp: Namespace, x: Mapping[str, Array], K: int) -> dict[str, Array]:
-    """Operands of the bare rule with K columns of zeros behind those of v, and of a write gate by channel."""
+    """Return operands of the bare rule with K columns of zeros appended to v, and to a write gate given per channel."""
     found = dict(x)
     for name in ("v", "write"):
         a = x.get(name)
@@ -66,12 +72,13 @@ def widened(xp: Namespace, x: Mapping[str, Array], K: int) -> dict[str, Array]:
 
 
 def widened_state(xp: Namespace, state: Array, enters: Array | None = None) -> Array:
-    """[S | I], of which a call makes the states and the map: state [N, HV, K, V] to [N, HV, K, V + K].
+    """Return [S | I], [N, HV, K, V + K], from which a call computes the final states and the maps.
 
     Args:
         xp: the array namespace.
-        state: of sequences that begin in the piece; those that enter it have zeros.
-        enters: [N], whether a sequence enters from another piece; the others' maps are zeros. None is all.
+        state: [N, HV, K, V], the states of sequences that begin in the piece, and zeros for those that enter it.
+        enters: [N], whether a sequence enters from another piece; the other sequences have maps of zeros. None means
+            that all do.
     """
     N, HV, K, _ = state.shape
     unit = xp.broadcast_to(xp.eye(K, dtype=state.dtype), (N, HV, K, K))
@@ -81,5 +88,5 @@ def widened_state(xp: Namespace, state: Array, enters: Array | None = None) -> A
 
 
 def apart(state: Array, V: int) -> Transition:
-    """The map in a final state [.., K, V + K] of widened operands."""
+    """Return the map that the final state [.., K, V + K] of widened operands contains."""
     return Transition(state[..., V:], state[..., :V])

@@ -1,4 +1,4 @@
-"""Self-tests, probes and proofs ask what a machine or a backend can do, not what the caller has set for a model."""
+"""A context in which the caller's global modes do not affect self-tests, probes and proofs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["undisturbed"]
 
 @contextmanager
 def undisturbed(products: bool = False) -> Iterator[None]:
-    """Within the block, or the function that it decorates, modes of the caller's have no say.
+    """Set the caller's modes aside within the block, or within the function that this decorates.
 
-    For torch, if it is imported: autocast, no_grad and inference mode, anomaly detection, the default dtype and the
-    default device. For JAX, if it is imported: ``jax_debug_nans``, ``jax_debug_infs``, leak checking, transfer guards,
-    the default device, strict promotion of dtypes and ranks. For numpy: what it does about overflow and the like.
+    For torch, if it is imported, these are autocast, no_grad and inference mode, anomaly detection, the default dtype
+    and the default device. For JAX, if it is imported, they are ``jax_debug_nans``, ``jax_debug_infs``, leak checking,
+    transfer guards, the default device, and strict promotion of dtypes and ranks. For numpy they are the settings for
+    overflow and similar errors.
 
     Switches that choose how products are computed (TF32 and bfloat16 for float32, ``jax_default_matmul_precision``,
-    ``jax_enable_x64``, torch's deterministic mode) stay where a backend is judged: they are part of what it does, and
-    recordings name them.
+    ``jax_enable_x64``, torch's deterministic mode) stay as they are when a backend is judged, since they are part of
+    its behaviour, and recordings name them.
 
     Args:
-        products: torch's switches of that kind have no say either: products of float32 are IEEE's, and what is not
-            deterministic is no error. For self-tests and for recordings that others are held to.
+        products: whether to set aside torch's switches for products, too: products of float32 are then IEEE products,
+            and operations that are not deterministic raise no error. Self-tests need this, and so do recordings with
+            which other machines are compared.
     """
     with ExitStack() as stack:
         stack.enter_context(np.errstate(all="ignore"))
@@ -39,7 +41,7 @@ def undisturbed(products: bool = False) -> Iterator[None]:
 
 def _torch(stack: ExitStack, products: bool) -> None:
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "autograd"):  # not there, or just being imported
+    if torch is None or not hasattr(torch, "autograd"):  # not imported, or being imported now
         return
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())

@@ -1,7 +1,8 @@
-"""An update of a pool by any backend's ``run``: gather the rows' states, compute calls of whole sequences, scatter.
+"""An update of a pool through any backend's ``run``: gather the rows' states, compute calls, scatter the new states.
 
-Every token that may wait, or did, is a call of one token of its own, so that a window, the tokens in it one after the
-other, and the ones computed again after a rejection take the same steps. Longer rows are one packed call.
+Every token that may wait or has waited is computed in a call of one token. A whole window, its tokens one after
+another, and the tokens computed again after a rejection therefore take identical steps. Longer rows are one packed
+call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Run = Callable[[Problem], Result]
 
 
 def update_by_run(run: Run, problem: Problem) -> UpdateResult:
-    """The outputs of an update, and its pool: of torch tensors the caller's, written in place, else a new one.
+    """Compute an update, and return its outputs and its pool.
+
+    A pool of torch tensors is the caller's, written in place; otherwise the pool is new.
 
     Args:
         run: computes a call.
@@ -40,7 +43,7 @@ def update_by_run(run: Run, problem: Problem) -> UpdateResult:
 
 
 class _Update:
-    """One update under way: the states of the rows that are something, gathered before anything is written."""
+    """An update in progress: the states of the active rows, all gathered before anything is written."""
 
     def __init__(self, run: Run, problem: Problem) -> None:
         s, x = problem
@@ -76,7 +79,7 @@ class _Update:
         return self.xp.where(fresh[:, *[None] * (found.ndim - 1)], self.xp.zeros_like(found), found)
 
     def result(self) -> UpdateResult:
-        """Compute and write."""
+        """Compute the update, and write its results."""
         s, rows = self.s, self.rows
         o = self.xp.zeros((s.T, s.HV, s.V), dtype=self.like.dtype, **self.where)
         if len(rows.read):
@@ -98,16 +101,16 @@ class _Update:
             self._write(kept)
         return UpdateResult(o, self.pool)
 
-    # The tokens of some rows, computed.
+    # Computing tokens of some rows.
 
     def _one(self, some: np.ndarray, tokens: dict[str, Array]) -> tuple[Array, Array, Array | None]:
-        """o [n, HV, V] and the states after one token of each of n rows, from operands [n, ...]."""
+        """Compute o [n, HV, V] and the states after one token of each of n rows, from operands [n, ...]."""
         tokens = {name: a[:, None] for name, a in tokens.items()}
         out, state, inputs = self._call(some, tokens, B=len(some), T=1)
         return out[:, 0], state, inputs
 
     def _piece(self, some: np.ndarray, o: Array) -> np.ndarray:
-        """Commit tokens of rows up to their next checkpoint or end; returns the rows that have more."""
+        """Commit tokens of rows up to their next checkpoint or end, and return the rows that have more tokens."""
         rows, every = self.rows, self.kind.checkpoint_every
         first = self.done[some] - rows.accepted[some]
         left = rows.length[some] - first
@@ -128,7 +131,7 @@ class _Update:
         x = {**{name: a for name, a in x.items() if name not in WITH_TOKENS}, **tokens}
         norm = self.s.norm
         if "z" not in tokens and norm is not None and norm.activation is not None:
-            norm = None  # waiting tokens have no output, and no gate of it
+            norm = None  # waiting tokens have no output, and no output gate
             x.pop("norm_weight", None)
         x["initial_state"] = self.state[self._index(some)]
         if self.inputs is not None:
@@ -137,12 +140,12 @@ class _Update:
         return self.run(Problem(s, x))
 
     def _tokens(self, at: np.ndarray) -> dict[str, Array]:
-        """The update's operands at some tokens."""
+        """Return the update's operands at some tokens."""
         index = self._index(at)
         return {name: a[index] for name, a in self.x.items() if name in WITH_TOKENS}
 
     def _waiting(self, some: np.ndarray, number: int) -> dict[str, Array]:
-        """Operands of a token of each of some rows, number ``number`` of those that wait; its output is not wanted."""
+        """Return the operands of waiting token ``number`` of each of some rows; its output will not be used."""
         s = self.s
         x = {name: a[self._index(some), number] for name, a in self.waiting.items()}
         for name in (n for n in x if n in GATES):
@@ -161,14 +164,14 @@ class _Update:
         return [None if a is None else a[np.flatnonzero(which)] for a in arrays]
 
     def _set(self, some: np.ndarray, state: Array, inputs: Array | None) -> None:
-        """The states of some rows, in new arrays: the old ones may be kept."""
+        """Set the states of some rows, in new arrays, since the old ones may still be needed."""
         index = self._index(some)
         self.state = _replaced(self.state, index, state)
         if self.inputs is not None:
             self.inputs = _replaced(self.inputs, index, inputs)
 
     def _commit(self, some: np.ndarray, state: Array, inputs: Array | None, tokens: Any = 1) -> None:
-        """Take states for those that some rows have after more committed tokens, and keep checkpoints among them."""
+        """Record the states that some rows have after committing more tokens, and write those that are checkpoints."""
         if not len(some):
             return
         self._set(some, state, inputs)
@@ -185,7 +188,7 @@ class _Update:
         self._put(slot, *self._of(np.ones(len(some), bool), state, inputs))
 
     def _write(self, kept: tuple[Array, Array | None]) -> None:
-        """The rows' slots: those whose tokens wait keep the states from before them, and the tokens."""
+        """Write the rows' slots. Rows whose tokens wait keep the tokens, and the states from before them."""
         rows = self.rows
         waits = self._index(rows.waits == 1)
         state, inputs = (
@@ -209,7 +212,7 @@ class _Update:
                 into[self._index(rows.write[some]), number] = self.xp.astype(new, into.dtype)
 
     def _put(self, slot: np.ndarray, state: Array, inputs: Array | None) -> None:
-        """Write states to slots, where those are not null; nothing waits in a slot just written."""
+        """Write states to the slots that are not null; no tokens wait in a slot that was just written."""
         there = np.flatnonzero(slot)
         if not len(there):
             return
@@ -222,7 +225,7 @@ class _Update:
 
 
 def _replaced(a: Array, index: Array, new: Array) -> Array:
-    """A copy of ``a`` with other rows at ``index``, which ascends."""
+    """Return a copy of ``a`` whose rows at ``index``, in ascending order, are replaced by ``new``."""
     if len(new) == len(a):
         return new
     a = a.clone() if hasattr(a, "clone") else a.copy()
