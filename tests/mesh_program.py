@@ -14,7 +14,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 def run_on_devices(script: str, *arguments: str, devices: int = 8) -> dict:
     """What a script of this folder prints last, as JSON, in a process that sees so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    # Programs run once: XLA need not optimise them.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, str(Path(__file__).parent / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
