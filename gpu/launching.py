@@ -170,7 +170,7 @@ def _install_launches(JITFunction: Any, InterpretedFunction: Any) -> None:
             return compiled(self, *args, **options)
         with (
             knobs.language.scope()
-        ):  # the option only distinguishes this kernel from the other in Triton's caches
+        ):  # the option has no effect but to distinguish this kernel from the other in Triton's caches
             knobs.language.fp32_default = "ieee"
             return compiled(self, *args, **{**options, "default_dot_input_precision": "ieee"})
 
