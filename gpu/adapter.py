@@ -43,7 +43,7 @@ __all__ = ["Ready", "products_of_float32", "ready", "run", "settings_of"]
 
 
 def settings_of(s: Signature) -> Settings:
-    """Return the settings for the launches of a call's kernels. IEEE products can be chosen on NVIDIA's GPUs only."""
+    """Return the settings with which a call's kernels are launched. Only NVIDIA's GPUs can choose IEEE products."""
     nvidia = torch.version.hip is None and s.device == "cuda"
     return Settings(s.deterministic, nvidia and s.precision == "highest")
 

@@ -168,9 +168,7 @@ def _install_launches(JITFunction: Any, InterpretedFunction: Any) -> None:
             _record(Launch("fla", self.fn.__name__, launch_config(self.arg_names, options)))
         if not _settings().ieee:
             return compiled(self, *args, **options)
-        with (
-            knobs.language.scope()
-        ):  # the option has no effect but to distinguish this kernel from the other in Triton's caches
+        with knobs.language.scope():  # the option only distinguishes this kernel from the other in Triton's caches
             knobs.language.fp32_default = "ieee"
             return compiled(self, *args, **{**options, "default_dot_input_precision": "ieee"})
 

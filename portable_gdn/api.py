@@ -1,7 +1,8 @@
-"""What a user calls: the rule, its single step, the mixer around it, and the choice explained.
+"""The public calls: the rule, its single step, the mixer around it, and the choice of backend explained.
 
-Shapes: B rows, T tokens, N states (B, or the number of packed sequences), H key heads, HV value heads (a multiple of H;
-value head h reads key head h // (HV // H)), K key and V value channels.
+In shapes, B is the number of rows (the batch size), T the number of tokens, N the number of states (B, or the number of
+packed sequences), H the number of key heads, HV the number of value heads (a multiple of H; value head h reads key head
+h // (HV // H)), K the number of key channels per head and V the number of value channels per head.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ __all__ = [
     "state_pool",
 ]
 
-dispatch.backends()  # found now, since torch.compile cannot trace the search
+dispatch.backends()  # find them now, since torch.compile cannot trace the search
 
 Array = Any
 Gate = SoftplusGate | BoundedGate
 
 
 class MixerState(NamedTuple):
-    """What a mixer carries on: the recurrent state and the last W - 1 inputs of its convolution.
+    """The state of a mixer between calls: the recurrent state and the last W - 1 inputs of its convolution.
 
-    recurrent: [N, HV, K, V] float32 (or [N, HV, V, K], by state_layout). conv: [N, W - 1, channels]. None is zeros.
+    Attributes:
+        recurrent: [N, HV, K, V] float32, or [N, HV, V, K] with state_layout "vk"; None means zeros.
+        conv: [N, W - 1, channels], where W is the width of the convolution; None means zeros.
     """
 
     recurrent: Array | None = None
@@ -59,12 +62,14 @@ class MixerState(NamedTuple):
 
 
 class RuleStates(NamedTuple):
-    """What is returned where ``output_states_every`` is given, by state_layout.
+    """The states that a call with ``output_states_every`` returns, in the layout that ``state_layout`` names.
 
-    final: the final states [N, HV, K, V], or None unless asked for. every: the states after each multiple of so many
-    tokens, [B, T // output_states_every, HV, K, V]. Of packed sequences (B = 1) they stand one after the other: those
-    of sequence n, which has L tokens, are the L // output_states_every entries that follow those of the sequences
-    before it; entries that are left over are zeros.
+    Attributes:
+        final: The final states [N, HV, K, V], or None unless requested.
+        every: The states after every ``output_states_every`` tokens, [B, T // output_states_every, HV, K, V]. With
+            packed sequences (B = 1) the sequences follow each other: a sequence of L tokens has
+            L // output_states_every entries, after those of the sequences before it. Unused entries at the end are
+            zeros.
     """
 
     final: Array | None
@@ -98,52 +103,57 @@ def gated_delta_rule(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, Array | RuleStates | None]:
-    """The gated delta rule over whole sequences, on the best backend for the arrays given.
+    """Compute the gated delta rule over whole sequences, on the best backend for the given arrays.
 
-    Per token and value head, with the state S [K, V] in float32:
+    For each token and value head, with the state S [K, V] in float32:
 
         S~ = diag(exp g) S;    S = S~ + k (write * v - S~^T (erase * k))^T;    o = scale S^T q
 
     Args:
-        q, k: [B, T, H, K], float32, bfloat16 or float16, as v.
+        q, k: [B, T, H, K] in float32, bfloat16 or float16, the dtype of v.
         v: [B, T, HV, V].
-        g: log decay (natural), <= 0: [B, T, HV], [B, T, HV, n] for n groups of adjacent channels, or [B, T, HV, K]; any
-            float dtype. None keeps everything (DeltaNet). Below -104 it is a reset: exp of it is 0.
-        beta: [B, T, HV], erase and write gate in one. Instead of it ``erase`` [B, T, HV, K] and ``write`` [B, T, HV, V]
-            (GDN-2; [B, T, HV] is taken too). Without any of them nothing is erased and all is written: that is gated
-            linear attention (GLA) and no delta rule. FLA's operations take a beta of None for ones instead, as those of
-            ``portable_gdn.ops`` do.
-        scale: of the output; K ** -0.5 if None.
-        initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` that of a row's first segment.
-        output_final_state: whether to return the final states.
-        cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1); equal neighbours are empty sequences.
-        segment_ids: [B, T] integers; the state starts anew where the id changes.
-        mask: [B, T] booleans; False tokens change nothing, whatever they hold, and give o = 0.
-        qk_l2norm: whether to normalise q and k: x / sqrt(sum x^2 + 1e-6).
-        gate: makes g a raw projection that ``SoftplusGate`` or ``BoundedGate`` activates, in float32.
-        chunk_size: tokens a chunk, a power of two from 16 to 256; None leaves it to the backend.
-        precision: what matrix products may round: "highest" nothing beyond float32; "default" q, k, v and the state to
-            bfloat16; "fast" every operand. None is "default" for 16-bit inputs, else "highest".
+        g: The log decay (natural log, <= 0) in any float dtype: [B, T, HV], [B, T, HV, n] for n groups of adjacent
+            channels, or [B, T, HV, K]. None means no decay (DeltaNet). A value below -104 is a reset: its exp is 0.
+        beta: [B, T, HV], the erase gate and write gate in one. GDN-2 has two gates instead, ``erase`` [B, T, HV, K] and
+            ``write`` [B, T, HV, V], which may also be [B, T, HV]. Without any of the three, nothing is erased and
+            everything is written: this is gated linear attention (GLA), not the delta rule. The operations of FLA and
+            of ``portable_gdn.ops`` treat a beta of None as ones instead.
+        erase: [B, T, HV, K] or [B, T, HV], the erase gate; not with ``beta``.
+        write: [B, T, HV, V] or [B, T, HV], the write gate; not with ``beta``.
+        scale: The factor on the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V] float32; zeros if None. With ``segment_ids`` it is for each row's first segment.
+        output_final_state: Whether to return the final states.
+        cu_seqlens: [N + 1] integers, the boundaries of packed sequences; B must be 1. Equal neighbours are empty
+            sequences.
+        segment_ids: [B, T] integers; the state is reset wherever the id changes.
+        mask: [B, T] booleans; a token with False does not change the state, whatever it contains, and its o is 0.
+        qk_l2norm: Whether to normalise q and k, as x / sqrt(sum x^2 + 1e-6).
+        gate: A ``SoftplusGate`` or ``BoundedGate`` that turns g, a raw projection, into the log decay, in float32.
+        chunk_size: Tokens per chunk, a power of two from 16 to 256; None leaves it to the backend.
+        precision: What matrix products may round. "highest" rounds nothing beyond float32; "default" may round q, k, v
+            and the state to bfloat16; "fast" may round every operand. None means "default" for 16-bit inputs and
+            "highest" otherwise.
         state_layout: "kv", or "vk" for states [N, HV, V, K].
-        deterministic: forbid whatever can change bits from run to run.
-        check_values: look at contents too: finite values, g <= 0, gates in [0, 2], boundaries on a device. Under
-            ``jax.jit`` this needs ``jax.experimental.checkify``.
-        output_states_every: return the states after every so many tokens of each row or packed sequence, too, for a
-            cache of prefixes say: see ``RuleStates``. Not with ``segment_ids``. The TPU kernel returns those of rows at
-            multiples of 128 as it goes; packed sequences are computed by ``xla`` there.
-        backend: name of the one to use, which never falls back; None takes the first that can (see ``explain``). Under
-            ``jax.jit`` None leaves "pallas" or "xla" to the compiler, which knows what it compiles for; with "pallas"
-            by name, compiling for anything but a TPU fails in jax ("Only interpret mode is supported on CPU backend").
-        sharding: which axes of a mesh split rows, heads and tokens (a ``Sharding``, of JAX arrays). None reads it from
-            the arrays: those of a mesh with explicit axes, and arrays outside of a trace. A trace with automatic axes
-            does not tell; there a call for several TPUs without it is computed by ``xla``, with a warning.
+        deterministic: Whether to forbid everything that can change bits from run to run.
+        check_values: Whether to check contents too: finite values, g <= 0, gates in [0, 2], and boundaries on a device.
+            Under ``jax.jit`` this needs ``jax.experimental.checkify``.
+        output_states_every: Also return the states after every this many tokens of each row or packed sequence, for
+            example for a prefix cache; see ``RuleStates``. Not with ``segment_ids``. The TPU kernel returns the states
+            of rows at multiples of 128 without extra work; on a TPU, packed sequences are computed by ``xla``.
+        backend: The name of the backend to use, which never falls back to another; None takes the first that can run
+            the call (see ``explain``). Under ``jax.jit``, None lets the compiler choose between "pallas" and "xla"
+            for the platform that it compiles for. If "pallas" is named, compiling for anything but a TPU fails in jax
+            ("Only interpret mode is supported on CPU backend").
+        sharding: A ``Sharding``, for JAX arrays: the mesh axes that split rows, heads and tokens. None reads it from
+            the arrays, which works outside a trace and on a mesh with explicit axes. It does not work in a trace with
+            automatic axes: there, a call for several TPUs without ``sharding`` is computed by ``xla``, with a warning.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states, float32, or None unless asked for; with
-        ``output_states_every`` they are a ``RuleStates``.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested. With
+        ``output_states_every`` the second result is a ``RuleStates``.
 
     Raises:
-        GdnError: an argument is wrong, or the backend named cannot compute the call.
+        GdnError: An argument is wrong, or the named backend cannot compute the call.
 
     Examples:
         >>> import numpy as np, portable_gdn as pg
@@ -201,18 +211,24 @@ def gated_delta_rule_step(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, Array]:
-    """One token of the rule, for decoding.
+    """Compute one token of the rule, for decoding.
+
+    The arguments that are not listed here are those of ``gated_delta_rule``.
 
     Args:
-        q, k: [B, H, K]; v: [B, HV, V]; g: [B, HV], [B, HV, n] or [B, HV, K]; beta: [B, HV];
-        erase: [B, HV, K]; write: [B, HV, V]; state: [B, HV, K, V] float32, zeros if None. The rest as in
-        ``gated_delta_rule``.
+        q, k: [B, H, K].
+        v: [B, HV, V].
+        g: [B, HV], [B, HV, n] or [B, HV, K].
+        beta: [B, HV].
+        erase: [B, HV, K].
+        write: [B, HV, V].
+        state: [B, HV, K, V] float32; zeros if None.
 
     Returns:
-        o [B, HV, V] in v's dtype, and the new state.
+        o [B, HV, V] in v's dtype, and the new state in float32.
 
     Raises:
-        GdnError: as ``gated_delta_rule``.
+        GdnError: As in ``gated_delta_rule``.
 
     Examples:
         >>> import numpy as np, portable_gdn as pg
@@ -270,31 +286,34 @@ def gated_delta_mixer(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState | None]:
-    """Short convolution, l2 norm, gates, rule and output norm in one call: a layer between its projections.
+    """Compute short convolution, l2 norm, gates, rule and output norm in one call: a layer between its projections.
+
+    Nothing is rounded to 16 bits between the convolution and the output, except the input of the output norm on
+    backends that declare this rounding. The arguments that are not listed here are those of ``gated_delta_rule``.
 
     Args:
-        qkv: one array [B, T, channels] of q | k | v side by side, or three: [B, T, H * K] twice and [B, T, HV * V].
-        conv: the convolution over the channels q | k | v.
-        num_heads: key heads H; value heads are those of g or beta.
-        key_dim: K; needed where qkv is one array.
-        output_norm: the norm of each value head's output, with its weight and the activation of its gate; None is none.
-        z: the gate of output_norm before its activation, [B, T, HV * V] or [B, T, HV, V], any float dtype.
-        state: what an earlier call returned; None starts from zeros.
-        qk_l2norm: whether q and k are normalised after the convolution; here True by default, as models do.
-        The rest as in ``gated_delta_rule``. Nothing is rounded to 16 bits between convolution and output, unless the
-        backend's declared rounding says so of the norm's input.
+        qkv: One array [B, T, channels] with q, k and v side by side, or three: [B, T, H * K] twice and [B, T, HV * V].
+        conv: The convolution over the channels of q, k and v, in this order.
+        num_heads: The number of key heads, H; the number of value heads is taken from g or beta.
+        key_dim: K, the size of a key head; required if qkv is one array.
+        output_norm: The norm of each value head's output, with its weight and the activation of its gate; None means
+            no norm.
+        z: The gate of output_norm before its activation, [B, T, HV * V] or [B, T, HV, V] in any float dtype.
+        state: The ``MixerState`` that an earlier call returned; None starts from zeros.
+        output_final_state: Whether to return the ``MixerState`` for a later call.
+        qk_l2norm: Whether to normalise q and k after the convolution; True by default here, since models do so.
 
     Returns:
-        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` to carry on (None unless asked for). A caller that
-        projects reshapes o to [B, T, HV * V], which costs nothing: that is how kernels write it.
+        o [B, T, HV, V] in qkv's dtype, and the ``MixerState`` for a later call, or None unless requested. Reshaping o
+        to [B, T, HV * V] for an output projection is free, since kernels write it in this layout.
 
     Raises:
-        GdnError: as ``gated_delta_rule``.
+        GdnError: As in ``gated_delta_rule``.
 
     Examples:
         >>> import numpy as np, portable_gdn as pg
-        >>> q, k, v = np.ones((3, 1, 8, 16), np.float32)  # [B, T, channels], as projections make them: 2 heads of 8
-        >>> g, beta = np.full((2, 1, 8, 2), 0.5, np.float32)  # raw log decays, made by the gate; erase and write gate
+        >>> q, k, v = np.ones((3, 1, 8, 16), np.float32)  # [B, T, channels], as projections return them: 2 heads of 8
+        >>> g, beta = np.full((2, 1, 8, 2), 0.5, np.float32)  # g is raw: the gate makes a log decay of it
         >>> gate = pg.SoftplusGate(A_log=np.zeros(2, np.float32), dt_bias=np.zeros(2, np.float32))
         >>> conv = pg.ShortConv(np.ones((48, 4), np.float32))  # weights [channels of q, k and v, taps]
         >>> o, _ = pg.gated_delta_mixer((q, k, v), g, beta=beta, conv=conv, gate=gate, num_heads=2)
@@ -344,20 +363,25 @@ def gated_delta_mixer_step(
     backend: str | None = None,
     sharding: Sharding | None = None,
 ) -> tuple[Array, MixerState]:
-    """One token of the mixer, for decoding.
+    """Compute one token of the mixer, for decoding.
+
+    The arguments that are not listed here are those of ``gated_delta_mixer``.
 
     Args:
         qkv: [B, channels], or three arrays: [B, H * K] twice and [B, HV * V].
-        g: [B, HV], [B, HV, n] or [B, HV, K]; beta: [B, HV]; erase: [B, HV, K]; write: [B, HV, V].
+        g: [B, HV], [B, HV, n] or [B, HV, K].
+        beta: [B, HV].
+        erase: [B, HV, K].
+        write: [B, HV, V].
         z: [B, HV * V] or [B, HV, V].
-        state: what ``gated_delta_mixer`` or an earlier step returned, [B, HV, K, V] and [B, W - 1, channels]; None is
-            the start. The rest as in ``gated_delta_mixer``.
+        state: The state that ``gated_delta_mixer`` or an earlier step returned, [B, HV, K, V] and [B, W - 1, channels];
+            None starts from zeros.
 
     Returns:
-        o [B, HV, V] in qkv's dtype, and the new state, both parts float32.
+        o [B, HV, V] in qkv's dtype, and the new ``MixerState``, both parts in float32.
 
     Raises:
-        GdnError: as ``gated_delta_rule``.
+        GdnError: As in ``gated_delta_rule``.
     """
     mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
     operands, kinds = mixer_operands(qkv, conv, output_norm, gate, state, mixed)
@@ -408,13 +432,16 @@ def explain(
     window: int | None = None,
     checkpoint_every: int | None = None,
 ) -> dispatch.Explanation:
-    """Which backend ``gated_delta_rule`` would take for this call, and why each other one is passed over.
+    """Explain which backend ``gated_delta_rule`` would use for this call, and why it passes over each of the others.
 
-    Takes the arguments of ``gated_delta_rule``, or with a pool and a batch those of ``gated_delta_rule_update``;
-    computes nothing. Print what it returns.
+    The arguments are those of ``gated_delta_rule``, or with a pool and a batch those of ``gated_delta_rule_update``.
+    Nothing is computed.
+
+    Returns:
+        An ``Explanation``, which prints as readable text.
 
     Raises:
-        GdnError: the call itself is wrong.
+        GdnError: The call itself is wrong.
 
     Examples:
         >>> import numpy as np, portable_gdn as pg

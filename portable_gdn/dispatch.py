@@ -1,4 +1,4 @@
-"""The registry of backends, the choice among them, and its reasons."""
+"""The registry of backends, the choice of one for a call, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ ENVIRONMENT = "PORTABLE_GDN_BACKEND"
 _registry: dict[str, Backend] = {}
 _broken: dict[str, str] = {}
 _loaded = False
-generation = 0  # counts changes, so that whoever caches a choice can see that it is stale
+generation = 0  # counts changes of the registry, so that caches of choices can tell that they are stale
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a backend for this process, or replace the one of the same name.
+    """Add a backend for this process, or replace the one with its name.
 
-    A package adds one for every process by an entry point of the group ``portable_gdn.backends``.
+    A package adds a backend for every process with an entry point in the group ``portable_gdn.backends``.
+
+    Raises:
+        GdnError: ``backend`` is not an instance of a subclass of ``Backend``, or lacks a name or libraries.
     """
     global generation
     _load()
@@ -36,10 +39,10 @@ def register_backend(backend: Backend) -> None:
 
 
 def _check(backend: Backend) -> None:
-    """Refuse what is no backend; an entry point's fault is told where its backend is asked for.
+    """Check that an object is a backend; for entry points, the error is reported when their backend is requested.
 
     Raises:
-        GdnError: it is no instance of ``Backend``, or lacks a name or libraries.
+        GdnError: The object is not an instance of ``Backend``, or lacks a name or libraries.
     """
     if not isinstance(backend, Backend):
         what = backend.__name__ if isinstance(backend, type) else type(backend).__name__
@@ -51,7 +54,7 @@ def _check(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Take a backend out again, for this process."""
+    """Remove a backend from the registry of this process; an unknown name is ignored."""
     global generation
     _registry.pop(name, None)
     generation += 1
@@ -66,29 +69,29 @@ def _load() -> None:
         try:
             backend = entry.load()
             _check(backend)
-        except Exception as error:  # another package's fault must not take the others down
+        except Exception as error:  # an error in one package must not make the others unusable
             _broken[entry.name] = f"its entry point {entry.value} fails to load: {type(error).__name__}: {error}"
         else:
             _registry[entry.name] = backend
 
 
 def backends() -> list[Backend]:
-    """All backends, in the order in which they are tried."""
+    """Return all backends, in the order in which they are tried."""
     _load()
     return sorted(_registry.values(), key=lambda b: (b.priority, b.name))
 
 
 def broken() -> dict[str, str]:
-    """Entry points that could not be loaded, and why."""
+    """Return the names of entry points that could not be loaded, with the reasons."""
     _load()
     return dict(_broken)
 
 
 def get(name: str) -> Backend:
-    """The backend of this name, whether or not it can run here.
+    """Return the backend with this name, whether or not it can run here.
 
     Raises:
-        GdnError: there is none.
+        GdnError: No backend has this name, or its entry point could not be loaded.
     """
     _load()
     if isinstance(name, str) and name in _broken:
@@ -102,7 +105,7 @@ def get(name: str) -> Backend:
 
 
 def _reason(backend: Backend, signature: Signature) -> str | None:
-    """Why this backend cannot take this call, or None."""
+    """Return why this backend cannot run this call, or None if it can."""
     if signature.library not in backend.libraries:
         takes = " or ".join(_ARRAYS.get(name, name) for name in backend.libraries)
         return f"it takes {takes}, and these are {_ARRAYS[signature.library]}"
@@ -114,13 +117,13 @@ _ARRAYS = {"torch": "torch tensors", "jax": "JAX arrays", "numpy": "numpy arrays
 
 
 def choose(signature: Signature, name: str | None) -> Backend:
-    """The backend for a call: the one named, or named by PORTABLE_GDN_BACKEND, or the first that can.
+    """Return the backend for a call: the named one, the one that PORTABLE_GDN_BACKEND names, or the first that can.
 
-    One that is named comes in the form that it calls ``alone``, if it has one: where a traced call is compiled for
-    another platform, it fails instead of leaving the call to another backend.
+    A backend that was named is returned in its ``alone`` form: if a traced call is then compiled for another platform,
+    compilation fails instead of leaving the call to another backend.
 
     Raises:
-        GdnError: the one named cannot, or none can; a named one never falls back.
+        GdnError: The named backend cannot run the call (it never falls back to another), or no backend can.
     """
     source = "backend"
     if name is None:
@@ -141,7 +144,7 @@ def choose(signature: Signature, name: str | None) -> Backend:
 
 
 def where(backend: Backend, signature: Signature) -> str:
-    """What computes a call that was given to this backend: its name, and where that is the compiler's choice, both."""
+    """Return what computes a call on this backend: its name, or both names if the compiler chooses between two."""
     if backend.elsewhere is None or not signature.traced:
         return backend.name
     platform, other = backend.elsewhere
@@ -149,7 +152,14 @@ def where(backend: Backend, signature: Signature) -> str:
 
 
 class Explanation(NamedTuple):
-    """Which backend a call would run on, and why each other one was passed over."""
+    """The backend that a call would run on, and the reason why each of the others was passed over.
+
+    Attributes:
+        backend: The name of the backend, or None if none can run the call.
+        signature: The metadata of the call.
+        passed_over: Pairs (name, reason) of the other backends.
+        named: Whether the caller or PORTABLE_GDN_BACKEND named a backend.
+    """
 
     backend: str | None
     signature: Signature
@@ -182,7 +192,7 @@ class Explanation(NamedTuple):
 
 
 def _pool(s: Signature) -> str:
-    """What an explanation says of the pool that a call updates."""
+    """Return the description of the pool that a call updates, or "" if it updates none."""
     if s.update is None:
         return ""
     states = f"{s.update.slots} slots of {s.update.state_dtype} states"
@@ -190,7 +200,7 @@ def _pool(s: Signature) -> str:
 
 
 def explain(signature: Signature, name: str | None = None) -> Explanation:
-    """The choice for a call and its reasons; never raises for a call that nothing can run."""
+    """Return the choice of a backend for a call, with reasons; a call that no backend can run is no error."""
     name = name or os.environ.get(ENVIRONMENT) or None
     if name is not None and name not in tuple(_broken):  # which need not be hashable
         get(name)  # an unknown name is a wrong call

@@ -1,11 +1,11 @@
-"""The door: a call is normalised once, into a Problem and the backend that will compute it.
+"""The entry of every call: its arguments are checked once and become a Problem and the backend that will compute it.
 
-A call that looks like an earlier one (same libraries, shapes, dtypes, devices and options) costs a look-up in a table.
-Under a trace nothing is read; where arrays are real, only boundaries on the host are.
+A call like an earlier one (in libraries, shapes, dtypes, devices and options) costs only a look-up in a table. The
+contents of arrays are not read, except for boundaries on the host outside a trace.
 
-Operands that are numpy arrays beside those of torch or JAX are copied here, once: JAX computes after the call has
-returned, from memory that it shares with the caller, and autograd keeps boundaries for its backward pass. The caller
-may write into them as soon as the call returns.
+Numpy arrays that are passed with torch tensors or JAX arrays are copied here, once. JAX computes after the call has
+returned, from memory that it shares with the caller, and autograd keeps boundaries for its backward pass; with the
+copy, the caller may write into its own arrays as soon as the call returns.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _BOUNDARIES: dict[tuple[bytes, str, int], None] = {}
 
 
 def library_of(x: Any) -> str | None:
-    """ "torch", "jax", "numpy", or None for anything that is not an array of these."""
-    if _compiling():  # a table that changes would be compiled for again
+    """Return the library of an array: "torch", "jax" or "numpy"; None for any other object."""
+    if _compiling():  # each change of the table would cause a recompilation
         return _look(x)
     kind = type(x)
     try:
@@ -56,7 +56,7 @@ def library_of(x: Any) -> str | None:
     except KeyError:
         pass
     found = _look(x)
-    if found is not None:  # a type seen before its library was imported must be asked again
+    if found is not None:  # a type that was seen before its library was imported must be looked up again
         _LIBRARY_OF_TYPE[kind] = found
     return found
 
@@ -81,23 +81,26 @@ def normalise(
     """Check a call and choose its backend.
 
     Args:
-        operands: arrays by name, without those that are None. ``cu_seqlens`` may be a list.
-        options: the rest of the call.
-        backend: a name, or None.
-        check_values: also look at the contents.
+        operands: The arrays by name, without those that are None. ``cu_seqlens`` may be a list.
+        options: The other arguments of the call.
+        backend: The name of a backend, or None for the first that can run the call.
+        check_values: Whether to check the contents of the arrays too.
+
+    Returns:
+        The problem and the backend that will compute it.
 
     Raises:
-        GdnError: what is wrong, in a sentence.
+        GdnError: An argument is wrong, or no suitable backend can run the call.
     """
-    operands = dict(operands)  # the caller's stays as it is
-    if _compiling():  # where numpy arrays have no dtype
+    operands = dict(operands)  # leave the caller's dict as it is
+    if _compiling():  # numpy arrays have no dtype there
         bounds = operands.get("cu_seqlens")
         if isinstance(bounds, (list, tuple, np.ndarray)):
             operands["cu_seqlens"] = sys.modules["torch"].as_tensor(bounds).clone()
         signature = describe(operands, options)
         chosen = dispatch.choose(signature, backend)
     else:
-        _lists_as_arrays(operands)  # before the key is made of them
+        _lists_as_arrays(operands)  # before they become part of the key
         key = (
             tuple(operands),
             options,
@@ -108,7 +111,7 @@ def normalise(
         )
         try:
             signature, chosen = _CALLS[key]
-        except (KeyError, TypeError):  # TypeError: an option that cannot be hashed, and so cannot be right
+        except (KeyError, TypeError):  # TypeError: an option that cannot be hashed, which is an error anyway
             signature = describe(operands, options)
             chosen = dispatch.choose(signature, backend)
             if len(_CALLS) >= _MOST_CALLS:
@@ -118,7 +121,7 @@ def normalise(
             for name, x in operands.items():
                 if isinstance(x, (np.ndarray, np.generic)):
                     operands[name] = np.array(x)
-        if "cu_seqlens" in operands:  # the copy is checked, and nothing but the copy is used
+        if "cu_seqlens" in operands:  # check the copy, since only the copy is used
             check_host_boundaries(operands["cu_seqlens"], signature.T)
         if options.update is not None:
             _check_host_rows(operands[_STARTS], signature.T)
@@ -130,7 +133,7 @@ def normalise(
 
 
 def run(problem: Problem, backend: Backend) -> Result:
-    """Compute; a call without tokens is answered here."""
+    """Compute a problem on a backend; a call without tokens is answered here, without the backend."""
     if problem.signature.B * problem.signature.T == 0:
         return empty_result(problem)
     note(problem, backend)
@@ -138,7 +141,7 @@ def run(problem: Problem, backend: Backend) -> Result:
 
 
 def run_update(problem: Problem, backend: Backend) -> UpdateResult:
-    """Compute an update of a pool; one without tokens or rows is answered here, with zeros and the pool as it is."""
+    """Compute an update of a pool; without tokens or rows, return zeros and the unchanged pool."""
     s, x = problem
     if s.T * s.N == 0:
         like = x["qkv"] if "qkv" in x else x["v"]
@@ -153,17 +156,20 @@ def run_update(problem: Problem, backend: Backend) -> UpdateResult:
 
 
 def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Result, Array]:
-    """Compute, and the states [B, T // every, ...] after every so many tokens of each row or packed sequence.
+    """Compute a problem, and also return the states after every ``every`` tokens of each row or packed sequence.
+
+    Returns:
+        The result, and the states [B, T // every, ...].
 
     Raises:
-        GdnError: ``every`` is no positive integer, or there are segment_ids.
+        GdnError: As in ``check_states_every``.
     """
     s = problem.signature
     every = check_states_every(s, every)
     if s.B * s.T == 0:
         result = empty_result(Problem(replace(s, output_final_state=True), problem.operands))
         states: Any = result.state
-        if s.packed:  # of one row
+        if s.packed:  # packed sequences are one row
             states = states[:1]
         return result if s.output_final_state else result._replace(state=None), states[:, None][:, :0]
     note(problem, backend)
@@ -171,10 +177,10 @@ def run_with_states(problem: Problem, backend: Backend, every: int) -> tuple[Res
 
 
 def check_states_every(s: Signature, every: Any) -> int:
-    """The number of tokens between the states that a call returns on the way.
+    """Check ``output_states_every`` and return it as an int.
 
     Raises:
-        GdnError: it is no positive integer, or the call has none (with segment_ids, or of a symbolic length).
+        GdnError: The value is not a positive integer, or the call has segment_ids or a symbolic number of tokens.
     """
     if isinstance(every, bool) or not isinstance(every, (int, np.integer)) or every < 1:
         raise bad("output_states_every", repr(every), "be a positive integer")
@@ -188,7 +194,7 @@ def check_states_every(s: Signature, every: Any) -> int:
 def run_with_gradients(
     problem: Problem, backend: Backend, cotangents: Mapping[str, Array]
 ) -> tuple[Result, dict[str, Array]]:
-    """Compute a call and the cotangents of its float operands from those of "o" and "state"."""
+    """Compute a problem, and the cotangents of its float operands from the cotangents of "o" and "state"."""
     if problem.signature.B * problem.signature.T == 0:
         grads = {name: 0 * x for name, x in problem.operands.items() if name in DIFFERENTIABLE}
         if "initial_state" in grads and "state" in cotangents:
@@ -213,7 +219,7 @@ def _is_tracer(x: Array) -> bool:
 
 
 def _lists_as_arrays(operands: dict[str, Array]) -> None:
-    """Boundaries and other integers that were given as lists."""
+    """Replace boundaries and other integers that were given as lists by numpy arrays, in place."""
     for name, x in operands.items():
         if isinstance(x, (list, tuple)) and name in ON_HOST:
             operands[name] = _integers(name, x)
@@ -229,13 +235,13 @@ def _integers(name: str, values: Any) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise bad(name, f"a list of {array.dtype.name if array.size else 'nothing'}", "hold integers")
     narrow = array.astype(np.int32)
-    if narrow.astype(array.dtype).tobytes() == array.tobytes():  # a third of the time of looking for the largest
+    if narrow.astype(array.dtype).tobytes() == array.tobytes():  # takes a third of the time of a search for the maximum
         return narrow
     return array.astype(np.int64)
 
 
 def check_host_boundaries(cu_seqlens: Array, T: int) -> None:
-    """Check boundaries that lie on the host; those on a device are not read."""
+    """Check boundaries that are in host memory; those on a device are not read."""
     array = _on_host(cu_seqlens)
     if array is None:
         return
@@ -249,7 +255,7 @@ def check_host_boundaries(cu_seqlens: Array, T: int) -> None:
 
 
 def _on_host(integers: Array) -> np.ndarray | None:
-    """The contents of an array that lies on the host, or None: those on a device are not read."""
+    """Return the contents of an array in host memory, or None for an array on a device, which is not read."""
     library = library_of(integers)
     if library == "torch" and integers.device.type == "cpu" and type(integers).__module__ == "torch":
         if sys.modules["torch"]._C._are_functorch_transforms_active():
@@ -259,7 +265,7 @@ def _on_host(integers: Array) -> np.ndarray | None:
 
 
 def _check_host_rows(starts: Array, T: int) -> None:
-    """Check where the rows of a batch begin, where that is known on the host."""
+    """Check where the rows of a batch begin, if this is known on the host."""
     array = _on_host(starts)
     if array is None:
         return
@@ -274,7 +280,11 @@ def _check_host_rows(starts: Array, T: int) -> None:
 
 
 def describe(operands: dict[str, Array], options: Options) -> Signature:
-    """Check a call's metadata and describe it; nothing is read and no backend asked."""
+    """Check the metadata of a call and return its signature; no array is read and no backend is involved.
+
+    Raises:
+        GdnError: An argument is wrong.
+    """
     _lists_as_arrays(operands)
     library, like = _common_library(operands)
     meta = {}
@@ -287,7 +297,7 @@ def describe(operands: dict[str, Array], options: Options) -> Signature:
         elif kind == "jax":
             place = _jax_platform(x)
             meta[name] = Meta(tuple(x.shape), x.dtype.name, place)
-            if place != "traced" and x.committed:  # others follow these
+            if place != "traced" and x.committed:  # uncommitted arrays follow committed ones
                 committed = committed or (name, x.devices())
                 if x.devices() != committed[1]:
                     raise bad(name, f"on {x.devices()}", f"be on {committed[1]}, where {committed[0]} is")
@@ -313,7 +323,7 @@ def _jax_platform(x: Array) -> str:
 
 
 def _common_library(operands: dict[str, Array]) -> tuple[str, str]:
-    """The library of a call's arrays, and an operand that has it."""
+    """Return the library of a call's arrays, and the name of an operand of this library."""
     found: dict[str, str] = {}
     for name, x in operands.items():
         library = library_of(x)
@@ -337,7 +347,7 @@ def _common_library(operands: dict[str, Array]) -> tuple[str, str]:
 
 
 def empty_result(problem: Problem) -> Result:
-    """The answer to a call without tokens: no outputs, and states as they were given, or zeros."""
+    """Return the result of a call without tokens: empty outputs, and the given states or zeros."""
     s, x = problem
     like = x["qkv"] if "qkv" in x else x["v"]
     library = s.library
@@ -351,10 +361,10 @@ def empty_result(problem: Problem) -> Result:
         make = lambda shape: jnp.zeros(shape, jnp.float32)  # noqa: E731
     else:
         make = lambda shape: np.zeros(shape, np.float32)  # noqa: E731
-    # Taken from the input, so that it stays in the graph of whoever differentiates.
+    # Derived from the input, so that it stays in the graph for differentiation.
     time = () if s.step else (s.T,)
     o = (like if s.conv is None else like[..., : s.HV * s.V]).reshape((s.B, *time, s.HV, s.V)) * 1
-    if library == "torch":  # and every other operand with it
+    if library == "torch":  # and the other operands stay in the graph too
         for a in x.values():
             o = o + a.sum() if getattr(a, "requires_grad", False) else o
     state = None

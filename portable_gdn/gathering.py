@@ -1,4 +1,4 @@
-"""Arguments as a user types them, gathered into operands and options."""
+"""The arguments of the public calls, collected into operands and options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ def mixer_operands(
     state: Any,
     others: dict[str, Array | None],
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """A mixer's operands by name, and what is left of convolution, gate and norm for the options.
+    """Collect the operands of a mixer by name, and the parts of convolution, gate and norm that become options.
 
     Args:
-        qkv, conv, output_norm, gate, state: of the call. others: its other operands by name.
+        qkv, conv, output_norm, gate, state: The arguments of the call with these names.
+        others: The other operands of the call by name.
+
+    Returns:
+        The operands by name, and keyword arguments for ``Options``.
+
+    Raises:
+        GdnError: An argument has the wrong type or form.
     """
     if not isinstance(conv, ShortConv):
         raise bad("conv", f"a {type(conv).__name__}", "be a ShortConv")
@@ -53,14 +60,14 @@ def mixer_operands(
 
 
 def add(operands: dict[str, Array], **named: Array | None) -> None:
-    """Put those of the arrays that are there among the operands."""
+    """Add the named arrays that are not None to the operands."""
     for name, x in named.items():
         if x is not None:
             operands[name] = x
 
 
 def gate_kind(operands: dict[str, Array], gate: SoftplusGate | BoundedGate | None) -> GateKind | None:
-    """Put the gate's parameters among the operands; what is left of it, or None without a gate."""
+    """Add the parameters of a gate to the operands; return its kind for the options, or None without a gate."""
     if gate is None:
         return None
     if not isinstance(gate, (SoftplusGate, BoundedGate)):

@@ -1,25 +1,30 @@
-"""FLA's operations under FLA's names, on our call: for torch tensors and JAX arrays, changing the import is the port.
+"""FLA's operations under FLA's names, for torch tensors, JAX arrays and numpy arrays: change the import to port a call.
 
-Names, order, defaults and returns are those of flash-linear-attention 0.6.0 (a test compares the signatures). Shapes,
-with B rows, T tokens, N states (B, or the number of packed sequences), H key heads and HV value heads, a multiple of H:
+Names, parameter order, defaults and return values are those of flash-linear-attention 0.6.0 (a test compares the
+signatures). In the shapes below, B is the batch size, T the number of tokens, N the number of states (B, or the number
+of packed sequences), H the number of key heads and HV the number of value heads, a multiple of H:
 
-q, k [B, T, H, K] and v [B, T, HV, V], of one dtype; g [B, T, HV], or [B, T, HV, K] for KDA and GDN-2, natural log;
-beta [B, T, HV]; b [B, T, HV, K]; w [B, T, HV, V]; A_log [HV]; dt_bias [HV], or [HV * K] for KDA and GDN-2; states
-[N, HV, K, V], or [N, HV, V, K] with ``state_v_first``.
+- q and k are [B, T, H, K] and v is [B, T, HV, V], all of one dtype;
+- g is [B, T, HV], or [B, T, HV, K] for KDA and GDN-2, in natural log;
+- beta is [B, T, HV], b is [B, T, HV, K] and w is [B, T, HV, V];
+- A_log is [HV], and dt_bias is [HV], or [HV * K] for KDA and GDN-2;
+- states are [N, HV, K, V], or [N, HV, V, K] with ``state_v_first``.
 
-Every operation returns (o [B, T, HV, V] in v's dtype, final states in float32 or None) and takes any number of tokens,
-one too. ``fused_recurrent_*`` is the same computation as ``chunk_*`` here, and has gradients: of FLA's, that of
-DeltaNet has them, that of Gated DeltaNet raises, and those of KDA and GDN-2 return detached outputs.
+Every operation accepts any number of tokens, including one, and returns o [B, T, HV, V] in v's dtype and the final
+states in float32, or None. Here ``fused_recurrent_*`` does the same computation as ``chunk_*`` and has gradients. In
+FLA, the recurrent operation of DeltaNet has gradients, that of Gated DeltaNet raises an error, and those of KDA and
+GDN-2 return detached outputs.
 
-- The gate of KDA and GDN-2 is bounded where ``lower_bound`` comes with ``use_gate_in_kernel``. Without that
-  ``lower_bound`` is ignored, as by FLA. ``safe_gate`` has no part in the mathematics.
-- Taken and ignored, since they change no numbers: ``safe_gate``, ``disable_recompute``, ``max_num_seqs``, and beside
-  ``cu_seqlens`` its copies ``cu_seqlens_cpu`` and ``chunk_indices``.
-- Not offered, and refused unless left at None or False: ``gv``, ``cp_context``, ``use_graph``,
+- The gate of KDA and GDN-2 is bounded if ``lower_bound`` is given with ``use_gate_in_kernel``. Without
+  ``use_gate_in_kernel``, ``lower_bound`` is ignored, as in FLA. ``safe_gate`` has no effect on the mathematics.
+- Accepted and ignored, since they change no numbers, are ``safe_gate``, ``disable_recompute``, ``max_num_seqs``, and
+  the copies of ``cu_seqlens``: ``cu_seqlens_cpu`` and ``chunk_indices``.
+- Not supported, and refused unless left at None or False, are ``gv``, ``use_graph`` and
   ``return_intermediate_states``.
-- Refused where FLA says nothing: unknown keywords, gates of H instead of HV heads, an operand that is None,
-  ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``. Whatever ``gated_delta_rule`` refuses is refused here.
-- ``transpose_state_layout``, the old name of ``state_v_first``, is taken with a DeprecationWarning, as by FLA.
+- Refused, although FLA accepts them silently, are unknown keywords, gates with H instead of HV heads, an operand that
+  is None, and ``A_log`` or ``dt_bias`` without ``use_gate_in_kernel``. Calls that ``gated_delta_rule`` refuses are
+  refused here too.
+- ``transpose_state_layout``, the old name of ``state_v_first``, is accepted with a DeprecationWarning, as in FLA.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ __all__ = [
 Array = Any
 Pair = tuple[Array, Array | None]
 
-# What FLA takes through **kwargs, where a misspelt name would go unseen.
+# Keywords that FLA accepts through **kwargs, where a misspelt name would go unnoticed.
 _LAYOUT = ("transpose_state_layout", "head_first")
 _KEYWORDS = {
     "chunk_gated_delta_rule": ("use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", *_LAYOUT),
@@ -65,7 +70,7 @@ _KEYWORDS = {
     "chunk_delta_rule": ("chunk_size", "head_first"),
 }
 
-# Our words in a refusal, and FLA's for them.
+# Names of gated_delta_rule's arguments in error messages, and FLA's names for them.
 _WORDS = (
     (r"\bgate\.", ""),
     (r"\berase\b", "b"),
@@ -81,7 +86,7 @@ def _parameters(op: str) -> list[str]:
 
 
 def _keywords(op: str, given: Mapping[str, Any], state_v_first: bool = False) -> Mapping[str, Any]:
-    """The keywords beside the parameters, none of them unknown."""
+    """Check the keywords that an operation received beyond its named parameters, and return them."""
     for name in given:
         if name not in _KEYWORDS[op]:
             check_keywords(op, given, (*_parameters(op), *_KEYWORDS[op]))
@@ -93,7 +98,7 @@ def _keywords(op: str, given: Mapping[str, Any], state_v_first: bool = False) ->
             raise bad("transpose_state_layout", repr(old), "agree with state_v_first, whose old name it is")
         warnings.warn(
             "transpose_state_layout is the old name of state_v_first.", DeprecationWarning, stacklevel=3
-        )  # of whoever called the operation
+        )  # the warning points at the caller of the operation
     return given
 
 
@@ -105,7 +110,7 @@ def _not_offered(**given: Any) -> None:
 
 
 def _copies(cu_seqlens: Array | None, **copies: Any) -> None:
-    """What only repeats the boundaries is ignored, but not in their place."""
+    """Check that copies of the boundaries are given only together with ``cu_seqlens``; they are ignored then."""
     for name, value in copies.items():
         if cu_seqlens is None and value is not None:
             raise bad(name, "given without cu_seqlens", "come with cu_seqlens, of which it is a copy")
@@ -116,12 +121,12 @@ def _float32(x: Array) -> Array:
 
 
 def _operand(name: str, x: Array | None, like: Array, channel: str = "", hint: str = "") -> Array:
-    """An operand that FLA's operation cannot do without, of its granularity: by head, or by channels as ``like``."""
+    """Check a required operand and return it: one value per head, or one per channel with as many as ``like`` has."""
     form = f"[B, T, HV, {channel}]" if channel else "[B, T, HV]"
     if x is None:
         raise bad(name, "None", f"be an array {form}")
     if library_of(x) is None or library_of(like) is None:
-        return x  # what it is instead is said at the door
+        return x  # gated_delta_rule reports what it is instead
     shape = tuple(x.shape)
     if len(shape) != (4 if channel else 3) or (channel and shape[-1:] != tuple(like.shape[-1:])):
         raise bad(name, f"of shape [{', '.join(map(str, shape))}]", f"have shape {form}{hint}")
@@ -129,7 +134,7 @@ def _operand(name: str, x: Array | None, like: Array, channel: str = "", hint: s
 
 
 def _beta(beta: Array | None, v: Array, activate: bool, negative: bool, optional: bool = False) -> Array:
-    """beta as the rule takes it: activated in float32 if asked for, ones in place of an optional None."""
+    """Return beta as the rule takes it: activated in float32 on request, and ones instead of an optional None."""
     if negative and not activate:
         raise bad("allow_neg_eigval", "True without use_beta_sigmoid_in_kernel", "come with it: beta is 2 sigmoid(b)")
     if beta is None and optional:
@@ -137,7 +142,7 @@ def _beta(beta: Array | None, v: Array, activate: bool, negative: bool, optional
             raise bad("beta", "None", "be given with use_beta_sigmoid_in_kernel")
         library = library_of(v)
         if library is None:
-            return None  # v is refused at the door
+            return None  # gated_delta_rule refuses v
         return v.new_ones(v.shape[:-1]) if library == "torch" else np.ones(v.shape[:-1], np.float32)
     beta = _operand("beta", beta, v)
     if not activate or library_of(beta) is None:
@@ -156,14 +161,14 @@ def _beta(beta: Array | None, v: Array, activate: bool, negative: bool, optional
 
 
 def _flat(x: Array) -> Array:
-    """FLA's kernels take a gate's parameters in any shape of as many elements; checkpoints have [1, 1, HV, 1]."""
+    """Flatten a parameter of a gate: FLA's kernels accept any shape, and checkpoints contain [1, 1, HV, 1]."""
     return x if library_of(x) is None or len(x.shape) == 1 else x.reshape(-1)
 
 
 def _gate(
     use: bool, A_log: Array | None, dt_bias: Array | None, lower_bound: float | None = None, safe_gate: bool = False
 ) -> Gate | None:
-    """The activation that FLA's parameters mean."""
+    """Return the gate that FLA's parameters describe, or None without ``use_gate_in_kernel``."""
     if not use:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
@@ -187,11 +192,16 @@ def _rule(
     initial_state: Array,
     state_v_first: bool = False,
     more: Mapping[str, Any],
+    cp_context: Any = None,
     **options: Any,
 ) -> Pair:
-    """The call itself; refusals come back in FLA's words."""
+    """Call ``gated_delta_rule``; errors name the arguments as FLA does."""
+    if cp_context is not None and cp_context is not False:
+        _check_context(cp_context, v, initial_state, options["output_final_state"])
+        if cp_context.group is not None:
+            return _piece(q, k, v, g, cp_context, more, options), None
     if library_of(initial_state) is not None and str(initial_state.dtype).endswith("float16"):
-        initial_state = _float32(initial_state)  # bfloat16 too; exact, and what FLA's kernels do
+        initial_state = _float32(initial_state)  # bfloat16 too; the widening is exact, and FLA's kernels do it as well
     try:
         return gated_delta_rule(
             q,
@@ -208,6 +218,43 @@ def _rule(
         for ours, theirs in _WORDS:
             sentence = re.sub(ours, theirs, sentence)
         raise GdnError(sentence) from error
+
+
+def _check_context(context: Any, v: Array, initial_state: Array, output_final_state: bool) -> None:
+    """Refuse what is no context of FLA's, and what cannot go with one."""
+    if not all(hasattr(context, name) for name in ("group", "cu_seqlens", "is_first_rank", "is_last_rank")):
+        raise bad("cp_context", f"a {type(context).__name__}", "be None or what fla.ops.cp.build_cp_context returns")
+    if getattr(context, "layout", "contiguous") != "contiguous":
+        raise bad(
+            "cp_context.layout", repr(context.layout), "be 'contiguous': each process has one piece of the tokens"
+        )
+    if library_of(v) != "torch":
+        raise bad("cp_context", "given with arrays that are no torch tensors", "be left out: JAX arrays of "
+                  "gated_delta_rule take sharding=portable_gdn.Sharding(sequence=...)")  # fmt: skip
+    for name, given in (("initial_state", initial_state is not None), ("output_final_state", output_final_state)):
+        if given and context.group is not None:
+            raise bad(name, "given with cp_context", "be left out: sequences begin from zeros there, and end unseen")
+
+
+def _piece(
+    q: Array, k: Array, v: Array, g: Array | None, context: Any, more: Mapping[str, Any], options: dict[str, Any]
+) -> Array:
+    """The outputs of this process's tokens, one piece of those of a group."""
+    from .parallel.ranks import run_ranks
+
+    gates = {name: options.pop(name) for name in ("beta", "erase", "write") if options.get(name) is not None}
+    x = {name: a for name, a in {"q": q, "k": k, "v": v, "g": g, **gates}.items() if a is not None}
+    options = {name: a for name, a in options.items() if name != "cu_seqlens"} | {"output_final_state": True}
+
+    def call(x: Mapping[str, Array], state: Array, bounds: Array | None) -> tuple[Array, Array]:
+        o, after = _rule(**{"g": None, **x}, **options, initial_state=state, more=more, cu_seqlens=bounds)
+        assert after is not None
+        return o, after
+
+    places = context.cu_seqlens_cpu if getattr(context, "cu_seqlens_cpu", None) is not None else context.cu_seqlens
+    bounds = context.cu_seqlens.to(v.device)
+    enters, leaves = not context.is_first_rank, not context.is_last_rank
+    return run_ranks(call, x, bounds, places.tolist(), enters, leaves, context.group)
 
 
 def chunk_gated_delta_rule(
@@ -229,40 +276,42 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet. FLA has it as ``chunk_gdn`` too.
+    """Compute Gated DeltaNet over whole sequences; as in FLA, ``chunk_gdn`` is another name for it.
 
     Args:
-        q, k: [B, T, H, K], float32, bfloat16 or float16, as v.
+        q, k: [B, T, H, K] in float32, bfloat16 or float16, the dtype of v.
         v: [B, T, HV, V].
-        g: [B, T, HV], log decay, or with ``use_gate_in_kernel`` the raw projection.
+        g: [B, T, HV], the log decay, or the raw projection with ``use_gate_in_kernel``.
         beta: [B, T, HV].
-        scale: of the output; K ** -0.5 if None.
-        initial_state: [N, HV, K, V]; float32, or 16 bits, which are widened as FLA does.
-        output_final_state: whether to return the final states.
-        use_qk_l2norm_in_kernel: whether to normalise q and k: x / sqrt(sum x^2 + 1e-6).
-        use_beta_sigmoid_in_kernel: whether beta is raw and enters as sigmoid(beta), computed in float32.
-        allow_neg_eigval: whether it enters as 2 sigmoid(beta); only with ``use_beta_sigmoid_in_kernel``.
-        state_v_first: whether states, given and returned, are [N, HV, V, K].
-        cu_seqlens: [N + 1] integers, boundaries of packed sequences (then B = 1).
-        cu_seqlens_cpu, chunk_indices: ignored.
-        cp_context: not offered.
-        **kwargs: ``use_gate_in_kernel`` (False): g enters as -exp(A_log) softplus(g + dt_bias), in float32;
-            ``A_log`` and ``dt_bias`` [HV]; ``chunk_size``, a power of two from 16 to 256.
+        scale: The factor on the output; K ** -0.5 if None.
+        initial_state: [N, HV, K, V] in float32, or in a 16-bit dtype, which is widened as in FLA.
+        output_final_state: Whether to return the final states.
+        use_qk_l2norm_in_kernel: Whether to normalise q and k, as x / sqrt(sum x^2 + 1e-6).
+        use_beta_sigmoid_in_kernel: Whether beta is raw and is replaced by sigmoid(beta), computed in float32.
+        allow_neg_eigval: Whether beta is replaced by 2 sigmoid(beta); needs ``use_beta_sigmoid_in_kernel``.
+        state_v_first: Whether states, both given and returned, are [N, HV, V, K].
+        cu_seqlens: [N + 1] integers, the boundaries of packed sequences; B must be 1.
+        cu_seqlens_cpu, chunk_indices: Ignored.
+        cp_context: From ``fla.ops.cp.build_cp_context``, contiguous: q to beta are this process's piece of the tokens
+            of one packed row, whose boundaries the context holds. All processes of its group make the call. It cannot
+            be combined with states.
+        **kwargs: ``use_gate_in_kernel`` (False by default) replaces g by -exp(A_log) softplus(g + dt_bias), computed
+            in float32; ``A_log`` and ``dt_bias`` are [HV]; ``chunk_size`` is a power of two from 16 to 256.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: an argument is wrong or not offered, or a keyword unknown.
+        GdnError: An argument is wrong or not supported, or a keyword is unknown.
     """
     more = _keywords("chunk_gated_delta_rule", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, chunk_indices=chunk_indices)
     return _rule(
         q, k, v, _operand("g", g, v), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(more.get("use_gate_in_kernel", False), more.get("A_log"), more.get("dt_bias")),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -287,23 +336,26 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet, with gradients, where FLA's raises. FLA has it as ``fused_recurrent_gdn`` too.
+    """Compute Gated DeltaNet, with gradients, which FLA's operation lacks.
+
+    As in FLA, ``fused_recurrent_gdn`` is another name for it. The arguments that are not listed here are those of
+    ``chunk_gated_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V].
-        g: [B, T, HV], log decay by head; None keeps everything.
-        gk: [B, T, HV, K], log decay by channel, on top of g; not with ``use_gate_in_kernel``. It is the fifth
-            parameter: beta is given by name.
-        gv: not offered.
-        beta: [B, T, HV]; None is 1.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV], the log decay per head; None means no decay.
+        gk: [B, T, HV, K], a log decay per channel that is added to g; not allowed with ``use_gate_in_kernel``. It is
+            the fifth parameter, so beta must be passed by name.
+        gv: Not supported.
+        beta: [B, T, HV]; None means 1.
         A_log, dt_bias: [HV].
-        The rest as in ``chunk_gated_delta_rule``.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("fused_recurrent_gated_delta_rule", kwargs, state_v_first)
     _not_offered(gv=gv)
@@ -348,35 +400,39 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Kimi Delta Attention.
+    """Compute Kimi Delta Attention over whole sequences.
+
+    The arguments that are not listed here are those of ``chunk_gated_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V].
-        g: [B, T, HV, K], log decay by channel, or with ``use_gate_in_kernel`` the raw projection.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV, K], the log decay per channel, or the raw projection with ``use_gate_in_kernel``.
         beta: [B, T, HV].
-        use_gate_in_kernel: g enters as -exp(A_log) softplus(g + dt_bias), or if there is a ``lower_bound`` as
-            lower_bound sigmoid(exp(A_log) (g + dt_bias)), in float32.
-        safe_gate: changes nothing; as in FLA it demands a ``lower_bound`` where ``use_gate_in_kernel`` is set.
-        lower_bound: in [-5, 0); ignored without ``use_gate_in_kernel``.
-        disable_recompute, cu_seqlens_cpu, max_num_seqs: ignored.
-        return_intermediate_states, cp_context, use_graph: not offered.
-        **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
-        The rest as in ``chunk_gated_delta_rule``.
+        use_gate_in_kernel: Whether to replace g, in float32, by -exp(A_log) softplus(g + dt_bias), or with a
+            ``lower_bound`` by lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        safe_gate: Has no effect, but as in FLA it requires a ``lower_bound`` if ``use_gate_in_kernel`` is set.
+        lower_bound: A value in [-5, 0); ignored without ``use_gate_in_kernel``.
+        disable_recompute, cu_seqlens_cpu, max_num_seqs: Ignored.
+        return_intermediate_states, use_graph: Not supported.
+        **kwargs: ``A_log`` [HV], for which None means 0 if there is a ``lower_bound``; ``dt_bias`` [HV * K];
+            ``chunk_size``.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_kda", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, use_graph=use_graph, return_intermediate_states=return_intermediate_states)
+    _not_offered(use_graph=use_graph, return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), beta=_beta(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -400,18 +456,23 @@ def fused_recurrent_kda(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Kimi Delta Attention, with gradients, where FLA detaches its outputs.
+    """Compute Kimi Delta Attention, with gradients; FLA's operation returns detached outputs.
+
+    The arguments that are not listed here are those of ``chunk_kda``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K]; beta: [B, T, HV].
-        A_log: [HV]. dt_bias: [HV * K].
-        The rest as in ``chunk_kda``.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV, K].
+        beta: [B, T, HV].
+        A_log: [HV].
+        dt_bias: [HV * K].
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("fused_recurrent_kda", kwargs, state_v_first)
     return _rule(
@@ -444,30 +505,37 @@ def chunk_gdn2(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet 2; with HV > H too, which FLA has in its recurrent operation only.
+    """Compute Gated DeltaNet 2 over whole sequences.
+
+    HV > H is supported too, which in FLA only the recurrent operation supports. The arguments that are not listed here
+    are those of ``chunk_kda``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K].
-        b: [B, T, HV, K], what is erased. w: [B, T, HV, V], what is written.
-        disable_recompute, cu_seqlens_cpu: ignored.
-        return_intermediate_states, cp_context: not offered.
-        **kwargs: ``A_log`` [HV], None is 0 where there is a ``lower_bound``; ``dt_bias`` [HV * K]; ``chunk_size``.
-        The rest as in ``chunk_kda``.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV, K].
+        b: [B, T, HV, K], the erase gate.
+        w: [B, T, HV, V], the write gate.
+        disable_recompute, cu_seqlens_cpu: Ignored.
+        return_intermediate_states: Not supported.
+        **kwargs: ``A_log`` [HV], for which None means 0 if there is a ``lower_bound``; ``dt_bias`` [HV * K];
+            ``chunk_size``.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_gdn2", kwargs, state_v_first)
-    _not_offered(cp_context=cp_context, return_intermediate_states=return_intermediate_states)
+    _not_offered(return_intermediate_states=return_intermediate_states)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     return _rule(
         q, k, v, _operand("g", g, q, "K"), erase=_operand("b", b, q, "K"), write=_operand("w", w, v, "V"),
         gate=_gate(use_gate_in_kernel, more.get("A_log"), more.get("dt_bias"), lower_bound, safe_gate),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first, more=more,
+        cp_context=cp_context,
     )  # fmt: skip
 
 
@@ -490,18 +558,24 @@ def fused_recurrent_gdn2(
     cu_seqlens: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """Gated DeltaNet 2, with gradients, where FLA detaches its outputs.
+    """Compute Gated DeltaNet 2, with gradients; FLA's operation returns detached outputs.
+
+    The arguments that are not listed here are those of ``chunk_gdn2``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K]; b: [B, T, HV, K]; w: [B, T, HV, V].
-        A_log: [HV]. dt_bias: [HV * K].
-        The rest as in ``chunk_gdn2``.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        g: [B, T, HV, K].
+        b: [B, T, HV, K], the erase gate.
+        w: [B, T, HV, V], the write gate.
+        A_log: [HV].
+        dt_bias: [HV * K].
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("fused_recurrent_gdn2", kwargs, state_v_first)
     return _rule(
@@ -525,19 +599,22 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Array | None = None,
     **kwargs: Any,
 ) -> Pair:
-    """DeltaNet; in float32 and with HV > H too, neither of which FLA takes.
+    """Compute DeltaNet over whole sequences, also in float32 and with HV > H, neither of which FLA supports.
+
+    The arguments that are not listed here are those of ``chunk_gated_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V]; beta: [B, T, HV].
-        cu_seqlens_cpu: ignored.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        beta: [B, T, HV].
+        cu_seqlens_cpu: Ignored.
         **kwargs: ``chunk_size``.
-        The rest as in ``chunk_gated_delta_rule``.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     more = _keywords("chunk_delta_rule", kwargs)
     _copies(cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
@@ -558,18 +635,20 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Array | None = None,
 ) -> Pair:
-    """DeltaNet.
+    """Compute DeltaNet; the computation is that of ``chunk_delta_rule``.
+
+    The arguments that are not listed here are those of ``chunk_delta_rule``.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V].
-        beta: [B, T, HV]; None is 1. FLA's beta by channel [B, T, H, V] erases by value channel, and is refused.
-        The rest as in ``chunk_delta_rule``.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        beta: [B, T, HV]; None means 1. FLA's beta per channel [B, T, H, V], which erases per value channel, is refused.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless asked for.
+        o [B, T, HV, V] in v's dtype, and the final states in float32, or None unless requested.
 
     Raises:
-        GdnError: as ``chunk_gated_delta_rule``.
+        GdnError: As in ``chunk_gated_delta_rule``.
     """
     return _rule(
         q, k, v, None, beta=_beta(beta, v, False, False, optional=True), scale=scale, initial_state=initial_state,

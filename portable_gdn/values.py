@@ -1,4 +1,4 @@
-"""Checks of contents, for calls that ask for them: at once where arrays are real, by checkify under a JAX trace."""
+"""Checks of array contents, for calls with ``check_values``: at once, or with checkify under a JAX trace."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ __all__ = ["check"]
 
 Array = Any
 
-#: A log decay may be -inf, and has rules of its own.
+#: Operands that must be finite; a log decay may be -inf, and is checked separately.
 FINITE = tuple(name for name in DIFFERENTIABLE if name != "g")
 
 
 def check(s: Signature, operands: dict[str, Array]) -> None:
-    """Check what a call's arrays hold; masked tokens may hold anything.
+    """Check the contents of a call's arrays; masked tokens may contain anything.
+
+    Under a JAX trace the conditions become ``checkify.check`` calls instead, and under torch.compile they become
+    assertions of the compiled program.
 
     Raises:
-        GdnError: the first condition that fails. Under a JAX trace the conditions become ``checkify.check`` instead,
-            and under torch.compile assertions of the compiled program.
+        GdnError: A condition fails; the message is that of the first one.
     """
     xp, decide = _tools(s, operands)
     for holds, sentence in _conditions(xp, s, operands):
@@ -57,7 +59,7 @@ def _tools(s: Signature, operands: dict[str, Array]) -> tuple[Any, Any]:
 
 
 def _as_held(xp: Any, s: Signature, a: Array, like: Array) -> Array:
-    """A batch's array beside the other operands; those of JAX that can be read are read."""
+    """Return an array of a batch where the checks run: on the operands' device for torch, else in host memory."""
     if s.library == "torch":
         return xp.asarray(a, device=like.device)
     return a if s.traced else np.asarray(a)
@@ -75,7 +77,9 @@ def _conditions(xp: Any, s: Signature, operands: dict[str, Array]) -> Iterator[t
 
     def seen(name: str) -> Array:
         x = operands[name]
-        if not s.traced and s.library != "torch":  # JAX arrays too: eager operations would be compiled one by one
+        if (
+            not s.traced and s.library != "torch"
+        ):  # JAX arrays too, since each eager operation would be compiled separately
             x = np.asarray(x)
             x = x.astype(np.float32) if x.dtype.name == "bfloat16" else x
         if mask is None or name not in PER_TOKEN:

@@ -1,4 +1,4 @@
-"""What served the calls that some code makes: a whole model's, say, whose calls nobody can ask ``explain`` about."""
+"""A record of which backends computed the calls of some code, such as a whole model, which ``explain`` cannot reach."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _watching: list[list[Served]] = []
 
 
 class Served(NamedTuple):
-    """A call and what computes it.
+    """A call and the backend that computes it.
 
     Attributes:
-        backend: its name; of a call that is traced by JAX what the compiled program holds, by platform: "pallas if
-            compiled for a TPU, xla elsewhere".
-        by: what of that backend (a library, a kernel and its plan), where it tells; of torchax what computes its JAX
-            arrays, and where the call is traced what the compiled program holds.
-        signature: the call.
+        backend: The name of the backend. For a call that JAX traces it may depend on the platform that the program is
+            compiled for, as in "pallas if compiled for a TPU, xla elsewhere".
+        by: The part of the backend that computes the call (a library, or a kernel and its plan), or "". For torchax it
+            is what computes its JAX arrays, and for a traced call what the compiled program holds.
+        signature: The metadata of the call.
     """
 
     backend: str
@@ -40,17 +40,17 @@ class Served(NamedTuple):
 
 @contextmanager
 def watch() -> Iterator[list[Served]]:
-    """Collect the calls of this process while the block runs, in their order.
+    """Collect the calls that this process makes while the block runs, in order.
 
         with pg.watch() as calls:
             model(x)
         print(*calls, sep="\\n")
 
-    A compiled function makes its calls while it is traced and none when it runs again. Calls without a token are
-    computed by no backend and are left out.
+    A compiled function makes its calls when it is traced, and none when it runs again. Calls without tokens are left
+    out, since no backend computes them.
 
     Yields:
-        The list, which grows.
+        A list of ``Served``, which grows with each call.
     """
     calls: list[Served] = []
     _watching.append(calls)
@@ -61,7 +61,7 @@ def watch() -> Iterator[list[Served]]:
 
 
 def note(problem: Problem, backend: Backend) -> None:
-    """Tell whoever watches."""
+    """Add a call to the list of every active ``watch`` block."""
     if _watching:
         signature = problem.signature
         served = Served(where(backend, signature), backend.serves_call(problem), signature)

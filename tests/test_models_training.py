@@ -16,12 +16,12 @@ optax = pytest.importorskip("optax")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from checkpoints import write_file  # noqa: E402
 from whole import LIMIT, error, original, plain_transformers, ported  # noqa: E402
 
 from portable_gdn.checkpoint import back, port  # noqa: E402
 from portable_gdn.checkpoint.loading import load_tree  # noqa: E402
-from portable_gdn.models import load_model  # noqa: E402
+from portable_gdn.models import load_model, save_model, saving  # noqa: E402
+from portable_gdn.spec.errors import GdnError  # noqa: E402
 
 RATE, EPS = 1e-2, 1e-3
 """Of Adam. So large an eps lets a step follow the gradient, and not the sign of its rounding where it is nearly 0."""
@@ -98,8 +98,26 @@ def test_a_step_of_training_is_that_of_torch_and_goes_back(transformers, name, t
 
     tuned = tmp_path / "tuned"
     shutil.copytree(folder, tuned)
-    write_file(tuned / "model-00001-of-00001.safetensors", {leaf: np.asarray(a) for leaf, a in got.items()})
+    save_model(nnx.merge(graph, new, others), tuned)
+    assert {path.name for path in tuned.iterdir()} == {path.name for path in folder.iterdir()}
+    assert all(np.array_equal(a, got[leaf]) for leaf, a in load_model(tuned).leaves().items())
     back(tuned, tmp_path / "back")
     assert error(before, want) > 1e-2
     assert error(after - before, want - before) < 1e-3  # what the step did to the logits
     assert error(logits_of(original(tmp_path / "back"), ids), after) < LIMIT
+
+
+@pytest.mark.slow
+def test_weights_are_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder, other = ported(tmp_path, "olmo_hybrid"), ported(tmp_path, "qwen3_5_text")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(GdnError, match="must be one that was loaded from this port"):
+        save_model(load_model(other), folder)
+    model = load_model(folder)
+    monkeypatch.setattr(saving, "_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        save_model(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    monkeypatch.undo()
+    save_model(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before

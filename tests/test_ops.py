@@ -398,7 +398,11 @@ def test_operands_that_fla_needs_may_not_be_none(library, op):
 @pytest.mark.parametrize(
     ("op", "more", "words"),
     [
-        (GDN, {"cp_context": object()}, "cp_context is given; it must be left out"),
+        (
+            GDN,
+            {"cp_context": object()},
+            "cp_context is a object; it must be None or what fla.ops.cp.build_cp_context returns",
+        ),
         (GDN, {"A_log": HEADS}, "A_log is given without use_gate_in_kernel"),
         (GDN, {"dt_bias": HEADS}, "dt_bias is given without use_gate_in_kernel"),
         (GDN, {"use_gate_in_kernel": True}, "A_log is None"),
@@ -424,7 +428,7 @@ def test_operands_that_fla_needs_may_not_be_none(library, op):
         (KDA, {"g": CHANNELS[..., :2]}, "g is of shape [1, 20, 4, 2]; it must have shape [B, T, HV, K]."),
         (KDA, {"use_graph": True}, "use_graph is True"),
         (KDA, {"return_intermediate_states": True}, "return_intermediate_states is True"),
-        (KDA, {"cp_context": object()}, "cp_context is given"),
+        (KDA, {"cp_context": object()}, "cp_context is a object"),
         (KDA, {"state_v_first": True, "transpose_state_layout": False}, "transpose_state_layout is False"),
         (KDA, {"use_gate_in_kernel": True}, "A_log is None"),
         (KDA, {"use_gate_in_kernel": True, "A_log": HEADS, "safe_gate": True}, "lower_bound is None"),
@@ -436,7 +440,7 @@ def test_operands_that_fla_needs_may_not_be_none(library, op):
         (GDN2, {"w": CHANNELS}, "w is of shape [1, 20, 4, 16]; it must have shape [B, T, HV, V]"),
         (GDN2, {"b": CHANNELS.astype(np.int32)}, "b is of dtype int32"),
         (GDN2, {"return_intermediate_states": True}, "return_intermediate_states is True"),
-        (GDN2, {"cp_context": object()}, "cp_context is given"),
+        (GDN2, {"cp_context": object()}, "cp_context is a object"),
         ("chunk_delta_rule", {"beta": CHANNELS}, "beta is of shape [1, 20, 4, 16]"),
     ],
 )

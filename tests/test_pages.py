@@ -89,6 +89,7 @@ RUN = {
     "docs/gpu-kernels.md": Page(("torch", "transformers", "fla", "triton"), triton_kernel),
     "docs/serving.md": Page(("jax", "torch")),
     "docs/tpu-schedule.md": Page(("libtpu",)),
+    "docs/gpu-to-tpu.md": Page(("flax", "optax", "torch", "transformers"), transformers_model),
     "docs/tutorials/train-a-layer.md": Page(("flax", "optax", "orbax.checkpoint")),
 }
 
@@ -96,7 +97,7 @@ RUN = {
 ELSEWHERE = {
     "docs/architecture.md": "test_backend_contract.py",
     "docs/from-fla.md": "test_ops.py",
-    "docs/gpu-to-tpu.md": "test_pages_on_devices.py",
+    "docs/one-layer.md": "test_pages_on_devices.py",
     "docs/many-chips.md": "test_pages_on_devices.py",
     "docs/models.md": "test_models.py",
     "docs/torchax.md": "test_torchax.py",

@@ -23,6 +23,6 @@ def test_from_a_gpu_to_several_devices(tmp_path):
     port(checkpoint(tmp_path / "src", "fla_gated_deltanet"), tmp_path / "my-gdn-nnx", "nnx")
     folder, width = str(tmp_path / "my-gdn-nnx"), "64"
     found = run_on_devices(
-        "page_program.py", "gpu-to-tpu.md", f"my-gdn-nnx=>{folder}", f"4096, 2048=>40, {width}", devices=2
+        "page_program.py", "one-layer.md", f"my-gdn-nnx=>{folder}", f"4096, 2048=>40, {width}", devices=2
     )
     assert found["blocks"] == 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import FAMILIES, facts, read_file, realistic, save, write_file
 from typer.testing import CliRunner
+from whole import ported
 
 from portable_gdn.checkpoint import port
 from portable_gdn.checkpoint.proof import check, prove
@@ -174,6 +175,9 @@ def test_every_family_agrees_with_the_original_and_faults_do_not(tmp_path, quick
         jobs.append((read(Checkpoint(tmp_path / name / "src")), ports))
     out = wide(tmp_path / "wide")
     jobs.append((read(Checkpoint(tmp_path / "wide" / "src")), [out]))
+    (tmp_path / "lively").mkdir()  # weights so large that its states carry roundings on
+    lively = ported(tmp_path / "lively", "qwen3_next")
+    jobs.append((read(Checkpoint(lively.parent / "src")), [lively]))
     reasons: dict[str, str] = {}
     found = compare_ports(jobs, not_whole=reasons)
     for original, (out, *_) in jobs:
@@ -185,7 +189,7 @@ def test_every_family_agrees_with_the_original_and_faults_do_not(tmp_path, quick
         assert len(findings) - len(whole) == 4 * len(layers) + (not original.family.name.startswith(("gated", "kda")))
         assert len(whole) == 2 * (original.family.name in DECODED)
         assert (str(out) in reasons) == (not whole)
-        assert all(10 * f.error < f.limit < 1e-2 for f in whole), whole
+        assert [f for f in findings if f.what != "logits" and not 10 * f.error < f.limit < 1e-2] == []
     # Bytes, mixers and the original with our mixers in it see nothing of rows that a table has exchanged.
     found_there = {f.what: f.ok for f in found[str(tmp_path / "exchanged")] if f.layer is None}
     assert found_there == {"logits": True, "our whole model": False, "our whole model, 20 steps": False}

@@ -34,6 +34,6 @@ def test_two_processes():
     for process, (said, errors) in zip(both, ended, strict=True):
         assert process.returncode == 0, errors[-3000:]
         found = json.loads(said.splitlines()[-1])
-        assert len(found) == 4 + len(model)
+        assert len(found) == 7 + len(model)
         for name, result in found.items():
             assert max(result.values()) < 3e-6, (name, result)

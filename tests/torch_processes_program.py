@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import portable_gdn as pg
+from portable_gdn import ops
 
 rank, where = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -81,6 +83,32 @@ for name, dim, words in (
 ):
     with pytest.raises(pg.GdnError, match=words):
         rule({n: distribute_tensor(a, mesh, [Shard(dim) if n == name else Replicate()]) for n, a in x.items()})
+
+
+def pieces(name, operation, x, bounds):
+    """FLA's call with a context, of this process's tokens, against that of all of them."""
+    local = lambda a: a[:, rank * T // 2 : (rank + 1) * T // 2]  # noqa: E731
+    place = [0, *(b - rank * T // 2 for b in bounds if rank * T // 2 < b < (rank + 1) * T // 2), T // 2]
+    context = SimpleNamespace(
+        group=dist.group.WORLD, cu_seqlens=torch.tensor(place), is_first_rank=rank == 0 or T // 2 in bounds,
+        is_last_rank=rank == 1 or T // 2 in bounds,
+    )  # fmt: skip
+    want, got = ({n: a.clone().requires_grad_() for n, a in x.items()} for _ in range(2))
+    o = operation(**want, cu_seqlens=torch.tensor(bounds))[0]
+    own = operation(**{n: local(a) for n, a in got.items()}, cp_context=context)[0]
+    weights = torch.cos(torch.arange(o.numel(), dtype=torch.float32)).reshape(o.shape)
+    (o * weights).sum().backward()
+    (own * local(weights)).sum().backward()
+    gradients = [(local(a.grad), local(b.grad)) for a, b in zip(want.values(), got.values(), strict=True)]
+    found[name] = {"forward": error([local(o)], [own]), "gradient": error(*zip(*gradients, strict=True))}
+
+
+row = {n: a[:1] for n, a in x.items() if n != "initial_state"}
+gdn, kda = ops.chunk_gated_delta_rule, ops.chunk_kda
+channels = row | {n: row[n].repeat_interleave(2, 2) for n in "qk"} | {"g": -torch.rand(1, T, HV, K)}
+pieces("one sequence", gdn, row, [0, T])
+pieces("packed", kda, channels, [0, 7, 33, T])
+pieces("a border between", gdn, row, [0, 3, T // 2, T])
 
 if sys.argv[3:] == ["model"]:
     warnings.simplefilter("ignore")

@@ -186,7 +186,10 @@ class Under:
         return jnp.where(there[:, None, None], found, 0.0)
 
     def slots(self, which: Array, slot: Array) -> Array:
-        """Return the slots to write, [N]; rows that write none get a slot after the pool's last, so nothing is written."""
+        """Return the slots to write, [N].
+
+        A row that writes no slot gets one after the pool's last, to which nothing is written.
+        """
         return jnp.where(which & (slot > 0) & (slot < self.kind.slots), slot, self.kind.slots).astype(jnp.int32)
 
     def checkpoints(self, number: int) -> tuple[Array, Array]:

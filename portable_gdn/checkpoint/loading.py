@@ -1,4 +1,4 @@
-"""Take a port into JAX: leaves one by one, straight to where they are to lie, and layers ready to run."""
+"""Load a port into JAX: its leaves, each read directly onto its devices, or layers that are ready to run."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def load_tree(
     names: Iterable[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Leaves of a port as JAX arrays, in nested dicts; nothing is read but what a device is given.
+    """Load the leaves of a port as JAX arrays in nested dicts; only the parts that devices receive are read.
 
     Args:
-        folder: what ``portable-gdn port --to jax`` wrote.
-        under: only leaves below this path, and paths from there on ("layers.0.mixer").
-        sharding: of every leaf, or a function of its path and shape; None is JAX's default device.
-        names: only these leaves.
-        progress: called with a leaf's name, the bytes read before it, and those of all leaves; once more at the end.
+        folder: A port that ``portable-gdn port --to jax`` wrote.
+        under: Load only the leaves below this path, such as "layers.0.mixer"; the tree then begins there.
+        sharding: The sharding of every leaf, or a function that returns it for a leaf's path and shape; None means
+            JAX's default device.
+        names: Load only these leaves.
+        progress: Called with a leaf's name, the bytes read before it and the bytes of all leaves, and again at the end.
 
     Returns:
-        The tree; a path's parts are its keys.
+        The tree, whose keys are the parts of the leaves' paths.
 
     Raises:
-        GdnError: the folder is no port in our tree, is not complete, or has no such leaves.
+        GdnError: The folder is not a port to jax, is not complete, or has no such leaves.
     """
     folder = Path(folder)
     facts = _facts(folder)
@@ -75,16 +76,20 @@ def load_stacks(
     sharding: Callable[[str, tuple[int, ...]], Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Leaves of a port as JAX arrays, some of them stacked along a first axis as they are read.
+    """Load leaves of a port as JAX arrays, and stack some of them along a new first axis while reading.
 
     Args:
-        folder: what ``portable-gdn port --to jax`` wrote.
-        leaves: by a name of the caller's, a leaf, or those of one shape and dtype that are stacked.
-        sharding: a function of the caller's name and the shape, stack included; None is JAX's default device.
-        progress: as in ``load_tree``.
+        folder: A port that ``portable-gdn port --to jax`` wrote.
+        leaves: For each name that the caller chooses, a leaf, or a tuple of leaves to stack, of one shape and dtype.
+        sharding: A function that returns the sharding for a chosen name and a shape (that of the stack); None means
+            JAX's default device.
+        progress: As in ``load_tree``.
+
+    Returns:
+        The arrays by the chosen names.
 
     Raises:
-        GdnError: the folder is no port in our tree, or is not complete.
+        GdnError: The folder is not a port to jax, or is not complete.
     """
     folder = Path(folder)
     facts = _facts(folder)
@@ -146,22 +151,25 @@ def load_layer(
     sharding: Any = None,
     **options: Any,
 ) -> Any:
-    """A linear-attention layer of a port, ready to run: one of ``portable_gdn.layers``.
+    """Load a linear-attention layer of a port, ready to run, as one of ``portable_gdn.layers``.
 
     Args:
-        folder: what ``portable-gdn port --to nnx`` (or jax) wrote.
-        layer: its number in the model.
-        mesh: a ``jax.sharding.Mesh`` that the layer is split over, its weights and its calls, by the names that its
-            parameters' axes have; of each leaf a device reads its own part alone.
-        rules: which axes of the mesh split "heads", "embed", "batch" and so on, before
+        folder: A port that ``portable-gdn port --to nnx`` (or jax) wrote.
+        layer: The number of the layer in the model, counted from 0.
+        mesh: A ``jax.sharding.Mesh`` over which the layer's weights and calls are split, by the names of its
+            parameters' axes. Each device reads only its own part of each leaf.
+        rules: The mesh axes that split "heads", "embed", "batch" and so on; they take precedence over
             ``portable_gdn.parallel.AXIS_RULES``.
-        sharding: in place of a mesh, of the weights alone, as in ``load_tree``; a function is given whole paths,
-            "layers.0.mixer.q_proj.kernel".
-        options: of the layer, such as dtype, precision and backend.
+        sharding: Instead of a mesh, the sharding of the weights alone, as in ``load_tree``; a function receives whole
+            paths, such as "layers.0.mixer.q_proj.kernel".
+        **options: Options of the layer, such as dtype, precision and backend.
+
+    Returns:
+        The layer, with the weights of the port.
 
     Raises:
-        GdnError: the folder is no such port, is not complete, or that layer has no linear attention; mesh and sharding
-            are both given, or no rule speaks of an axis of the mesh.
+        GdnError: The folder is not such a port or not complete, the layer has no linear attention, mesh and sharding
+            are both given, or no rule covers an axis of the mesh.
     """
     from flax import nnx
 

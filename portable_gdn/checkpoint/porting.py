@@ -1,4 +1,4 @@
-"""Port a checkpoint, and go back: what the command line calls."""
+"""Port a checkpoint to another format, and back; the command line calls these functions."""
 
 from __future__ import annotations
 
@@ -37,11 +37,19 @@ SHARD = 5 * 10**9
 
 @dataclass
 class Outcome:
-    """What was written.
+    """The outcome of writing a port, or of writing its original again.
 
-    changed: tensors that differ from the original's bytes (by a cast, or because they were trained). beside: files of
-    the source's folder that were carried as they are. edited: those of them that are not as they were. overflow: how
-    many elements of a tensor are not finite because of a cast.
+    Attributes:
+        out: The folder that was written.
+        files: The names of the files with tensors.
+        tensors: The number of tensors.
+        nbytes: The size of all files, in bytes.
+        resumed: The number of files that an earlier, interrupted attempt had finished.
+        changed: The names of tensors whose bytes differ from the original's, by a cast or by training.
+        notes: Sentences on what was done without being requested.
+        beside: Other files of the source's folder that were copied unchanged.
+        edited: Those of the copied files that were changed since the port.
+        overflow: For each tensor concerned, the number of elements that a cast made infinite or NaN.
     """
 
     out: Path
@@ -71,10 +79,12 @@ def plan_of(
     dequantise: bool = False,
     out: str | Path | None = None,
 ) -> Plan:
-    """What a port would write, from headers alone.
+    """Return the plan of what a port would write; only the headers of the source's files are read.
+
+    The arguments are those of ``port``.
 
     Raises:
-        GdnError: the source cannot be read or the target cannot hold it.
+        GdnError: The source cannot be read, or the target cannot hold it.
     """
     source = Path(source)
     base, out = (None if path is None else Path(path) for path in (base, out))
@@ -119,10 +129,23 @@ def port(
     allow_overflow: bool = False,
     progress: Progress = _quiet,
 ) -> Outcome:
-    """Write ``source`` in another format, as the new folder ``out``; nothing is there before all of it is right.
+    """Write a checkpoint in another format, as a new folder that appears only once all files are verified.
+
+    Args:
+        source: The checkpoint, a folder with safetensors files or a single such file.
+        out: The folder to write, which must not exist.
+        to: The name of the target format, such as "jax".
+        family: The model family whose names and layouts the source has; None recognises it.
+        dtype: The dtype that weights are cast to: "bfloat16", "float32" or "float16"; None casts nothing.
+        layout: The layout of MaxText's layers, required for the target "maxtext".
+        base: For a LoRA adapter, the base model: its folder or its config.json.
+        dequantise: Whether to turn quantised weights into ``dtype``, or bfloat16 if it is None, with their scales.
+        shard_size: The largest size of a file, in bytes.
+        allow_overflow: Whether a cast may make finite values infinite.
+        progress: Called with the name of the current item, the bytes done and the bytes in total.
 
     Raises:
-        GdnError: the source cannot be read, the target cannot hold it, a cast to ``dtype`` makes finite values infinite
+        GdnError: The source cannot be read, the target cannot hold it, a cast to ``dtype`` makes finite values infinite
             (unless ``allow_overflow``), ``out`` exists, or the disk is full.
     """
     plan = plan_of(source, to, family=family, dtype=dtype, layout=layout, base=base, dequantise=dequantise, out=out)
@@ -273,11 +296,19 @@ def back(
     progress: Progress = _quiet,
     dry_run: bool = False,
 ) -> Outcome:
-    """Write what a port was made of, as the new folder ``out``: the very files, if nothing was changed since.
+    """Write the original checkpoint of a port again, byte for byte unless the port was changed since.
+
+    Args:
+        folder: The port.
+        out: The folder to write, which must not exist.
+        lossy: Whether to cast tensors back that the port has in a smaller dtype, which does not restore their bytes.
+        allow_overflow: Whether a cast back may make finite values infinite.
+        progress: Called with the name of the current item, the bytes done and the bytes in total.
+        dry_run: Whether to write nothing and only return what would be written.
 
     Raises:
-        GdnError: ``folder`` is no port or not whole, a cast lost bytes and ``lossy`` is not given, a cast back makes
-            finite values infinite (unless ``allow_overflow``), or as in ``port``.
+        GdnError: ``folder`` is not a complete port, a cast lost bytes and ``lossy`` is not given, a cast back makes
+            finite values infinite (unless ``allow_overflow``), or a reason given in ``port``.
     """
     folder, out = Path(folder), Path(out)
     record, facts = provenance.read_record(folder)

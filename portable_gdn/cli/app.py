@@ -1,4 +1,4 @@
-"""All commands, put together."""
+"""The command line application: all commands, with an example below the help of each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _options(
 ) -> None:
     """One gated delta rule on GPU and TPU, and the proof that they agree."""
     if context.invoked_subcommand in ("tpu-report", "gpu-report"):
-        interruption.leaves("what was compiled until then may be kept for the next time, and nothing else was written")
+        interruption.leaves("what was compiled so far may be cached for the next run, and nothing else was written")
 
 
 #: Every command, and the arguments of an example that is shown below its help.

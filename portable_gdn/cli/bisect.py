@@ -1,4 +1,4 @@
-"""``portable-gdn bisect``: the first stage, chunk, head and token at which two computations part."""
+"""``portable-gdn bisect``: find the first stage, chunk, head and token at which two computations differ."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ __all__ = ["bisect"]
 
 def bisect(
     recording: Annotated[
-        Path | None, typer.Argument(help="A recording with stages, instead of a first backend.")
+        Path | None, typer.Argument(help="A recording with stages, used instead of a first backend.")
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One beside a recording, else two.")
+        list[str] | None,
+        typer.Option(
+            "--backend", "-b", metavar="NAME", help="The backend to compare: once with a recording, twice without."
+        ),
     ] = None,
     suite_name: Annotated[
-        str, typer.Option("--suite", metavar="NAME", help=f"Without a recording: {', '.join(SUITES)}.")
+        str, typer.Option("--suite", metavar="NAME", help=f"The suite to run without a recording: {', '.join(SUITES)}.")
     ] = "quick",
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run only cases whose name contains this text.")] = None,
     chunk_size: Annotated[
-        int | None, typer.Option(help="Tokens a chunk, on both sides; 64 without a recording.")
+        int | None, typer.Option(help="Tokens per chunk on both sides; without a recording, 64 by default.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision: fast, default or highest.")] = None,
     emulate: Annotated[
         str | None,
-        typer.Option(help="Round as a TPU does (fast, default or highest), on the last side."),
+        typer.Option(help="Round the last side as a TPU does at this precision: fast, default or highest."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Print where two backends, or a recording and a backend, part; exit code 1 if they do."""
+    """Find where two backends, or a recording and a backend, first differ; exit with code 1 if they do."""
     names = list(backend or [])
     if len(names) != (2 if recording is None else 1):
         raise bad("--backend", f"given {times(len(names))}", "be given twice, or once beside a recording")

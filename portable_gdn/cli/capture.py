@@ -1,4 +1,4 @@
-"""``portable-gdn capture``: record what reaches the rule inside real model layers."""
+"""``portable-gdn capture``: record the operands that the layers of real models pass to the rule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["capture"]
 
 
 def capture(
-    out: Annotated[Path, typer.Argument(help="Folder for the recordings; it is made if it is not there.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the recordings; created if missing.")],
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", metavar="NAME", help="Only this model; may be repeated.")
+        list[str] | None, typer.Option("--model", "-m", metavar="NAME", help="Run only this model; may be repeated.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the files as JSON.")] = False,
 ) -> None:
-    """Run tiny models of transformers on text and write the rule's operands and their own results as safetensors."""
+    """Run tiny transformers models on text; write the rule's operands and the models' own results as safetensors."""
     if out.exists() and not out.is_dir():
         raise bad("OUT", f"{out}, which is no folder", "be a folder, or a name for one that is made")
     names = list(dict.fromkeys(model or MODELS))
@@ -36,7 +36,7 @@ def capture(
             update(name, i, len(names))
             written.append(run(name, out))
             files = ", ".join(path.name for path in written)
-            interruption.leaves(f"{files} {'is' if i == 0 else 'are'} whole in {out}, and no other file was written")
+            interruption.leaves(f"{files} {'is' if i == 0 else 'are'} complete in {out}; no other file was written")
     if as_json:
         print_json({"files": [str(path) for path in written]})
     else:

@@ -1,4 +1,4 @@
-"""``portable-gdn check``: properties of a backend on many drawn cases."""
+"""``portable-gdn check``: test the properties of a backend on many random cases."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ __all__ = ["check"]
 
 
 def check(
-    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="Whose properties.")],
-    cases: Annotated[int, typer.Option(help="Cases in all.")] = 2000,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same cases.")] = 0,
+    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="The backend to check.")],
+    cases: Annotated[int, typer.Option(help="Total number of cases, over all properties.")] = 2000,
+    minutes: Annotated[float | None, typer.Option(help="Stop after this many minutes.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds draw equal cases.")] = 0,
     only: Annotated[
-        list[str] | None, typer.Option("--property", metavar="NAME", help="Only this one; may be repeated.")
+        list[str] | None, typer.Option("--property", metavar="NAME", help="Check only this property; may be repeated.")
     ] = None,
-    reproducers: Annotated[Path, typer.Option(help="Folder for one file per failure; it is made if need be.")] = Path(),
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the summary here, as JSON.")] = None,
+    reproducers: Annotated[
+        Path, typer.Option(help="Folder for scripts that reproduce failures, one per failure; created if missing.")
+    ] = Path(),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the summary to this file, as JSON.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Draw cases from the whole operand space and hold a backend to what must be true of any; what fails is shrunk."""
+    """Test on random cases that a backend has the properties every correct one has; failing cases are shrunk."""
     if cases < 1:
         raise bad("--cases", str(cases), "be at least 1")
     if minutes is not None and minutes <= 0:
@@ -73,5 +77,5 @@ def _print(found: Fuzzed, files: list[Path]) -> None:
     show(table)
     for failure, path in zip(found.failures, files, strict=True):
         say(f"{failure.property}: {failure.sentence}")
-        say(f"  {path}: python {path} shows it again")
+        say(f"  {path}: run `python {path}` to reproduce it")
     say_verdict(bool(found.held) and not found.failures, found.sentence())

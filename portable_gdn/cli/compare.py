@@ -1,4 +1,4 @@
-"""``portable-gdn compare``: a recording against a backend of this machine."""
+"""``portable-gdn compare``: compare a recording with a backend of this machine, or with another recording."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ __all__ = ["compare"]
 
 
 def compare(
-    recording: Annotated[Path, typer.Argument(help="What `portable-gdn record` wrote.")],
-    other: Annotated[Path | None, typer.Argument(help="A second recording, instead of a backend.")] = None,
+    recording: Annotated[Path, typer.Argument(help="A file that `portable-gdn record` wrote.")],
+    other: Annotated[Path | None, typer.Argument(help="A second recording, used instead of a backend.")] = None,
     backend: Annotated[
-        str | None, typer.Option("--backend", "-b", metavar="NAME", help="What it is compared with.")
+        str | None, typer.Option("--backend", "-b", metavar="NAME", help="The backend to compare the recording with.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page to look at to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything to this file, as JSON.")
     ] = None,
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Of this side: fast, default or highest.")] = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Of this side, tokens.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of this side: cast q, k and v to it.")] = None,
-    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does: fast, default or highest.")] = None,
+    case: Annotated[str | None, typer.Option(help="Compare only cases whose name contains this text.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of the backend: fast, default or highest.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Tokens per chunk on the backend.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast q, k and v to this dtype for the backend.")] = None,
+    emulate: Annotated[
+        str | None, typer.Option(help="Round as a TPU does at this precision: fast, default or highest.")
+    ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say whether two machines, or backends, computed the same; exit code 1 if not."""
+    """Say whether two machines, or two backends, computed equal results; exit with code 1 if not."""
     for path in (report, output):
         if path is not None:
             check_target(path)
@@ -77,9 +79,10 @@ def _figure(x: float) -> str:
 
 
 def print_comparison(found: Comparison, all_rows: bool) -> None:
-    """A table: of each tensor the case that uses most of its budget, or all; then what differs, and the verdict.
+    """Print a table of results, then what differs, then the verdict.
 
-    ``expected`` is the larger of what is expected of the two sides.
+    The table has one row per tensor, for the case that uses most of its budget, or with ``all_rows`` every tensor of
+    every case. The column ``expected`` is the larger of the two sides' expected errors.
     """
     rows = [(case.case, t) for case in found.cases for t in case.tensors]
     if not all_rows:
@@ -90,7 +93,7 @@ def print_comparison(found: Comparison, all_rows: bool) -> None:
         rows = [worst[name] for name in sorted(worst)]
     narrow = console.width < 110
     table = Table(
-        title=f"a: {found.a.label}   b: {found.b.label}   relative errors, against the float64 oracle and each other",
+        title=f"a: {found.a.label}   b: {found.b.label}   relative errors against the oracle and between a and b",
         title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
     )  # fmt: skip
     for name in ("tensor", "a", "b", "expected", "a - b", "budget", ""):

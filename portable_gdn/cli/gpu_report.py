@@ -1,4 +1,4 @@
-"""``portable-gdn gpu-report``: what FLA's kernels take on a GPU, from the GPU's compiler on this CPU."""
+"""``portable-gdn gpu-report``: the resources that FLA's kernels need, from the GPU's compiler run on this CPU."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ __all__ = ["gpu_report"]
 
 
 def gpu_report(
-    arch: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}, or all.")] = "sm_90",
-    op: Annotated[str, typer.Option(help=f"Of {', '.join(OPERATIONS)}, with commas.")] = "forward,backward",
-    variant: Annotated[str, typer.Option(help=f"Of {', '.join(VARIANTS)}, with commas.")] = "gdn,kda",
-    groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
-    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
-    no_l2norm: Annotated[bool, typer.Option("--no-l2norm", help="Without the norm of q and k.")] = False,
-    batch: Annotated[int, typer.Option()] = Shape().batch,
-    seqlen: Annotated[int, typer.Option()] = Shape().seqlen,
-    heads: Annotated[int, typer.Option(help="Key heads.")] = Shape().heads,
-    value_heads: Annotated[int | None, typer.Option(help="As many as key heads, if not given.")] = None,
-    key_dim: Annotated[int, typer.Option()] = Shape().key_dim,
-    value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
-    all_configs: Annotated[bool, typer.Option("--all-configs", help="All that autotuning would try.")] = False,
+    arch: Annotated[str, typer.Option(help=f"The GPU: {', '.join(TARGETS)} or all.")] = "sm_90",
+    op: Annotated[
+        str, typer.Option(help=f"Operations, separated by commas: {', '.join(OPERATIONS)}.")
+    ] = "forward,backward",
+    variant: Annotated[str, typer.Option(help=f"Rules, separated by commas: {', '.join(VARIANTS)}.")] = "gdn,kda",
+    groups: Annotated[int, typer.Option(help="Number of decays per head, for --variant grouped.")] = Shape().groups,
+    precision: Annotated[str | None, typer.Option(help="Precision: fast, default or highest.")] = None,
+    no_l2norm: Annotated[bool, typer.Option("--no-l2norm", help="Do not normalise q and k.")] = False,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = Shape().batch,
+    seqlen: Annotated[int, typer.Option(help="Tokens per sequence.")] = Shape().seqlen,
+    heads: Annotated[int, typer.Option(help="Number of key heads.")] = Shape().heads,
+    value_heads: Annotated[
+        int | None, typer.Option(help="Number of value heads; equal to the key heads if not given.")
+    ] = None,
+    key_dim: Annotated[int, typer.Option(help="Size of a key head.")] = Shape().key_dim,
+    value_dim: Annotated[int, typer.Option(help="Size of a value head.")] = Shape().value_dim,
+    dtype: Annotated[str, typer.Option(help="Dtype of q, k and v.")] = Shape().dtype,
+    all_configs: Annotated[
+        bool, typer.Option("--all-configs", help="Report every configuration that autotuning would try.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Compile every kernel that calls launch on a GPU, without one, and report registers, spills and shared memory."""
+    """Compile the kernels that a GPU would launch, without a GPU; report registers, spills and shared memory."""
     archs = list(TARGETS) if arch == "all" else [arch]
     shape = Shape(
         batch, seqlen, heads, heads if value_heads is None else value_heads, key_dim, value_dim, dtype, groups

@@ -1,4 +1,4 @@
-"""``portable-gdn handover``: a sequence begun on one backend is continued on another."""
+"""``portable-gdn handover``: begin sequences on one backend and continue them on another."""
 
 from __future__ import annotations
 
@@ -21,26 +21,34 @@ __all__ = ["handover"]
 
 
 def handover(
-    states: Annotated[Path | None, typer.Argument(help="States that another machine wrote with --output.")] = None,
+    states: Annotated[
+        Path | None, typer.Argument(help="A file of states that another machine wrote with --output.")
+    ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="One, or two: begun on, continued on.")
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help="Twice: the backend to begin on, then the one to continue on. Once with STATES or --output.",
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Begin only, and write the states here.")
+        Path | None, typer.Option("--output", "-o", help="Only begin the sequences, and write their states here.")
     ] = None,
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run only cases whose name contains this text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Carry states from the middle of sequences to another backend, in the other layout, and judge what follows.
+    """Continue sequences in mid-course on another backend, in the other state layout, and check the results.
 
-    Where both backends are here, requests that are being served move, too: a slot of a pool with drafts that wait.
+    If both backends run here, requests that are being served are moved too: a slot of a pool with waiting drafts.
     """
     names = list(backend or [])
     wanted = 1 if states is not None or output is not None else 2
     if len(names) != wanted:
         raise bad("--backend", f"given {times(len(names))}", f"be given {times(wanted)} here")
     if states is not None and output is not None:
-        raise GdnError("STATES and --output are both given; states are continued from, or written.")
+        raise GdnError("STATES and --output are both given; give STATES to continue, or --output to write states.")
     if output is not None:
         check_target(output)
     here = states is None and output is None  # both backends are here, and requests that are being served move, too

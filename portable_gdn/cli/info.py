@@ -1,4 +1,4 @@
-"""``portable-gdn info``: what is here, what would run, and why."""
+"""``portable-gdn info``: show what is installed, which backend a call would run on, and why."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACKAGES = {  # distribution: the extra that brings it
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-    """Show versions, devices, backends, and what a call would run on."""
+    """Show versions, devices and backends, and which backend a call would run on."""
     facts = _facts()
     if as_json:
         print_json(facts)
@@ -63,7 +63,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table in whose last column alone lines may be broken."""
+    """Return an empty table in which only the last column may wrap its lines."""
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, no_wrap=i + 1 < len(columns))
@@ -75,7 +75,7 @@ def _install(extra: str | None) -> str:
 
 
 def _sentence(places: list[dict[str, Any]], packages: dict[str, str | None]) -> str:
-    """What would run here, and what to install for more."""
+    """Return a sentence on what would run here and what to install for more."""
     runs: dict[str, list[str]] = {}
     for item in places:
         runs.setdefault(item["backend"] or "nothing", []).append(f"{item['library']} arrays on {item['device']}")
@@ -121,7 +121,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _devices() -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """What each library sees, as text; and the pairs (library, device) that calls can have."""
+    """Return the devices that each library sees, as text, and the possible pairs (library, device) of a call."""
     text, places = {"numpy": "cpu"}, [("numpy", "cpu")]
     for name, look in (("jax", _jax_devices), ("torch", _torch_devices)):
         if importlib.util.find_spec(name) is None:
@@ -140,7 +140,7 @@ def _devices() -> tuple[dict[str, str], list[tuple[str, str]]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what a driver writes to standard error while it looks for its device; what it raises is told."""
+    """Drop what a driver writes to standard error while it looks for its device; exceptions still pass."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

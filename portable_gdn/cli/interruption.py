@@ -1,6 +1,6 @@
-"""Ctrl-C: the first one ends a command, whoever swallows it, and what it left is said in one true sentence.
+"""Ctrl-C: the first one ends a command, even if a library swallows it, and one sentence says what was left behind.
 
-Imports nothing but the standard library's smallest modules, so that it works while everything else is being imported.
+This module imports only small modules of the standard library, so that it works while all others are being imported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _leaves = "nothing was concluded, and nothing was written"
 
 
 def install() -> None:
-    """From now on an interruption is remembered, and delivered again where a callback of a library swallowed it.
+    """Remember interruptions from now on, and deliver one again if a callback of a library swallowed it.
 
-    Python prints and drops what is raised inside a callback of the garbage collector or a destructor: a compiler that
-    has such callbacks would run on.
+    Python prints and drops exceptions that are raised in a destructor or in a callback of the garbage collector, so a
+    compiler with such callbacks would run on.
     """
     before = sys.unraisablehook
 
@@ -32,7 +32,7 @@ def install() -> None:
 
     def unraisable(what: Any) -> None:
         if what.exc_type is not None and issubclass(what.exc_type, KeyboardInterrupt):
-            # Later, from another thread: raised here it would be lost once more.
+            # Deliver it later, from another thread: raised here, it would be lost again.
             again = threading.Timer(0.05, _thread.interrupt_main)
             again.daemon = True
             again.start()
@@ -44,26 +44,26 @@ def install() -> None:
 
 
 def obey() -> None:
-    """Called between pieces of work: raise KeyboardInterrupt if one came and this piece went on as if none had."""
+    """Raise KeyboardInterrupt if an interruption came and was swallowed; call this between pieces of work."""
     if _interrupted:
         raise KeyboardInterrupt
 
 
 def leaves(sentence: str) -> None:
-    """What a command says if it is interrupted from now on: what is concluded, and what is written by then."""
+    """Set what a command says if it is interrupted from now on: what it has concluded and written so far."""
     global _leaves
     _leaves = sentence
 
 
 def was_said(end: SystemExit) -> bool:
-    """Whether a command that ended with 130 caught the interruption, and said what it left, by itself.
+    """Return whether a command that ended with code 130 has itself said what it left behind.
 
-    Typer makes exit code 130 of an interruption, too, without a word.
+    Typer, too, turns an interruption into exit code 130, but prints nothing.
     """
     return not isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 
 
 def over() -> None:
-    """Say what was left; from now on nothing disturbs the end of the process."""
+    """Say what was left behind, and ignore further interruptions so that the process ends in peace."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print(f"portable-gdn: interrupted; {_leaves}.", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""The command ``portable-gdn``. Exit codes: 0 holds, 1 a check failed, 2 the input is wrong, 130 interrupted.
+"""The command ``portable-gdn``.
 
-All else is imported inside ``main``, so that an interruption while it is imported ends in a sentence, too.
+Exit codes are 0 for success, 1 if a check failed, 2 if the input is wrong and 130 after an interruption.
+Everything else is imported inside ``main``, so that an interruption during an import also ends in a plain sentence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Run the command line; errors of the caller become a sentence and exit code 2."""
+    """Run the command line; wrong input becomes a sentence on standard error and exit code 2."""
     interruption.install()
     try:
         sys.exit(_run())

@@ -1,4 +1,4 @@
-"""What commands share: where things are printed and how, JSON, progress, files written whole or not at all."""
+"""Shared output of the commands: text, tables, JSON, progress, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ __all__ = [
     "progress_bar", "say", "say_verdict", "show", "times", "write_whole",
 ]  # fmt: skip
 
-#: Columns of a "screen" that is a pipe or a file: nothing is cut or broken there.
+#: Width in columns of output to a pipe or a file, where no line is cut or wrapped.
 UNBOUNDED = 10_000
-#: Seconds between two lines of progress where there is no terminal to draw a bar on.
+#: Seconds between two lines of progress if there is no terminal for a bar.
 EVERY = 10.0
 
-#: Called with what is at work, what is done, and of how much, where that is known.
+#: Called with the name of the current item, the amount done, and the total, or None if that is not known.
 Update = Callable[[str, int, int | None], None]
 
-#: A few words in a style of ours; every other bracket is part of the text, such as that of an extra's name.
+#: The markup that commands write themselves; any other bracket is plain text, such as in the name of an extra.
 _OURS = re.compile(r"\[(?:green|yellow|dim|bold red)\][^\[\]]*\[/\]")
 _BRACKET = re.compile(r"(?<!\\)\[")
 
 
 class _Console(Console):
-    """A console that takes no text for markup but what commands write themselves, and does not break lines in a pipe.
+    """A console that interprets only the commands' own markup, and does not wrap lines in a pipe.
 
-    What commands print holds names of files, extras, tensors and cases, and sentences of other libraries: brackets in
-    them stay as they are, in lines and in tables.
+    Commands print names of files, extras, tensors and cases, and messages of other libraries. Brackets in these stay
+    as they are, in lines and in tables.
     """
 
     def render_str(self, text: str, **more: Any) -> Text:
-        """Text of a string, in which ``[green]holds[/]`` is green and ``[gpu]`` is itself."""
+        """Return the text of a string, in which ``[green]holds[/]`` is green and ``[gpu]`` is plain text."""
         parts, end = [], 0
         for ours in _OURS.finditer(text):
             parts += [_BRACKET.sub(r"\\[", text[end : ours.start()]), ours.group()]
@@ -69,7 +69,7 @@ class _Console(Console):
 
     @property
     def size(self) -> ConsoleDimensions:
-        """The terminal's size; where there is none, and COLUMNS does not say one, there is room for everything."""
+        """The size of the terminal; without a terminal, and without COLUMNS, the width is practically unlimited."""
         if self.is_terminal or self._width is not None or "COLUMNS" in os.environ:
             return super().size
         return ConsoleDimensions(UNBOUNDED, 25)
@@ -84,18 +84,18 @@ messages = _Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(text: str, style: str | None = None) -> None:
-    """One line, which the terminal may wrap and nothing else breaks; brackets in it are text."""
+    """Print one line that only the terminal may wrap; brackets in it are plain text."""
     console.print(Text(text), style=style, soft_wrap=True)
 
 
 def say_verdict(holds: bool, sentence: str) -> None:
-    """The last line of a check: "holds" or "fails", and a sentence."""
+    """Print the last line of a check: "holds" or "fails", and a sentence."""
     line = Text("holds" if holds else "fails", "green" if holds else "bold red")
     console.print(line.append(f": {sentence}", "default"), soft_wrap=True)
 
 
 def show(table: Table) -> None:
-    """A table as wide as it is: a terminal that is too narrow wraps its lines, and names stay whole."""
+    """Print a table at its full width, so that names stay whole; a narrow terminal wraps its lines."""
     wide = console.options.update(max_width=UNBOUNDED)
     needs = console.measure(table, options=wide).maximum
     if needs <= console.width:
@@ -107,13 +107,15 @@ def show(table: Table) -> None:
 
 
 def chosen(part: str | None, cases: Sequence[Case], what: str) -> list[Case]:
-    """Cases whose name contains ``part``, or all.
+    """Return the cases whose name contains ``part``, or all cases if it is None.
 
     Args:
-        what: ``part`` must be part of it, for the message.
+        part: The text to look for in the names.
+        cases: The cases to choose from.
+        what: A description of the names, for the error message, such as "a case's name".
 
     Raises:
-        GdnError: there is none; it names similar ones.
+        GdnError: No name contains ``part``; the message suggests similar names.
     """
     found = [case for case in cases if part is None or part in case.name]
     if part is not None and not found:
@@ -122,7 +124,7 @@ def chosen(part: str | None, cases: Sequence[Case], what: str) -> list[Case]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A guess at what was meant, for the end of a sentence without its full stop; "" if nothing is similar."""
+    """Return " (did you mean ...?)" for the end of a sentence, or "" if no known name is similar to ``word``."""
     names = {name.lower(): name for name in known}
     near = get_close_matches(word.lower(), names, 3, 0.5)
     near += [name for name in names if word.lower() in name and name not in near][: 3 - len(near)]
@@ -130,18 +132,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def times(n: int) -> str:
-    """ "not at all", "once", "twice", "3 times"."""
+    """Return a count in words: "not at all", "once", "twice" or "3 times"."""
     return ("not at all", "once", "twice")[n] if n < 3 else f"{n} times"
 
 
 def print_json(value: Any) -> None:
-    """JSON on standard output, nothing else."""
+    """Print a value as JSON on standard output."""
     print(json.dumps(value, indent=1, allow_nan=False))
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Update]:
-    """A bar on standard error, or a line now and then where that is no terminal; yields ``update(what, done, of)``."""
+    """Show progress on standard error, as a bar or, without a terminal, as lines; yields ``update(what, done, of)``."""
     if not messages.is_terminal or messages.is_dumb_terminal:
         with plain_progress(title) as update:
             yield update
@@ -159,10 +161,12 @@ def progress_bar(title: str) -> Iterator[Update]:
 
 @contextmanager
 def plain_progress(title: str, figure: Callable[[int], str] = str, every: float | None = None) -> Iterator[Update]:
-    """A line on standard error every few seconds, also while one thing takes long: what is done, of what, at what.
+    """Print a line of progress on standard error every few seconds, also while a single item takes long.
 
     Args:
-        figure: writes what is done and of what, such as bytes. every: seconds between lines; 10 unless tests say less.
+        title: The word that begins each line.
+        figure: Formats the amount done and the total, for example as bytes.
+        every: Seconds between two lines; ``EVERY`` if None.
     """
     started, over = time.monotonic(), threading.Event()
     at: list[tuple[str, int, int | None]] = []
@@ -191,7 +195,7 @@ def plain_progress(title: str, figure: Callable[[int], str] = str, every: float 
 
 @contextmanager
 def bytes_bar(title: str) -> Iterator[Update]:
-    """A bar of bytes on standard error, or a line now and then where that is no terminal."""
+    """Show progress in bytes on standard error, as a bar or, without a terminal, as lines; yields ``update``."""
     if not messages.is_terminal or messages.is_dumb_terminal:
         with plain_progress(title, in_bytes) as update:
             yield update
@@ -210,7 +214,7 @@ def bytes_bar(title: str) -> Iterator[Update]:
 
 
 def in_bytes(n: float) -> str:
-    """A number of bytes for people: "340 B", "1.2 MiB"."""
+    """Return a number of bytes in readable units, such as "340 B" or "1.2 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -219,10 +223,10 @@ def in_bytes(n: float) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is either there whole or not there: beside it first, then renamed.
+    """Write a text file completely or not at all, through a temporary file in the same folder that is then renamed.
 
     Raises:
-        GdnError: it cannot be written; it names the file and, on a full disk, what it needs.
+        GdnError: The file cannot be written. The message names it and, on a full disk, the space that it needs.
     """
     data = text.encode()
     try:

@@ -1,4 +1,4 @@
-"""``portable-gdn port`` and ``portable-gdn inspect``: checkpoints from one format to another, and back."""
+"""``portable-gdn port`` and ``portable-gdn inspect``: convert checkpoints from one format to another, and back."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from .output import bytes_bar, console, in_bytes, messages, print_json, progress
 __all__ = ["inspect", "port"]
 
 _Family = Annotated[
-    str | None, typer.Option("--family", help="Read the tensors as this family's; told by them otherwise.")
+    str | None,
+    typer.Option("--family", help="Read the tensors as this model family's; otherwise recognised by their names."),
 ]
 _Base = Annotated[
     Path | None,
-    typer.Option(help="For an adapter (LoRA): the model it is for, a folder with config.json, or that file."),
+    typer.Option(help="For a LoRA adapter: the base model, as a folder with config.json or as that file itself."),
 ]
 _Dequantise = Annotated[
     bool,
     typer.Option(
         "--dequantise",
-        help="Turn weights in FP8, int8, NVFP4 or MXFP4 into bfloat16 (or --dtype) by their scales; no way back.",
+        help="Turn FP8, int8, NVFP4 or MXFP4 weights into bfloat16 (or --dtype) with their scales; not reversible.",
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
-_To = Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")]
+_To = Annotated[str, typer.Option("--to", help=f"The format to write: {', '.join(TARGETS)}.")]
 
 
 def inspect(
-    source: Annotated[Path, typer.Argument(help="A folder with safetensors files, one such file, or a port.")],
+    source: Annotated[Path, typer.Argument(help="A folder with safetensors files, a single such file, or a port.")],
     to: _To = "jax",
     family: _Family = None,
     base: _Base = None,
     dequantise: _Dequantise = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what is in a checkpoint and what each tensor becomes, from its headers alone."""
+    """Show what a checkpoint contains and what each tensor would become; only headers are read."""
     if source.is_dir() and provenance.is_port(source):
         facts = provenance.load(source)
         if as_json:
@@ -63,43 +64,53 @@ def inspect(
 
 
 def port(
-    source: Annotated[Path, typer.Argument(help="The checkpoint, or with --back and --check a port.")],
+    source: Annotated[Path, typer.Argument(help="The checkpoint, or a port with --back or --check.")],
     out: Annotated[Path | None, typer.Argument(help="The folder to write; it must not exist.")] = None,
-    to: Annotated[str | None, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = None,
-    back: Annotated[bool, typer.Option("--back", help="Write what a port was made of, byte for byte.")] = False,
+    to: Annotated[str | None, typer.Option("--to", help=f"The format to write: {', '.join(TARGETS)}.")] = None,
+    back: Annotated[
+        bool, typer.Option("--back", help="Write the original checkpoint of a port again, byte for byte.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     family: _Family = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Cast weights to bfloat16, float32 or float16, and apply scales of 8-bit ones.")
+        str | None,
+        typer.Option(help="Cast weights to bfloat16, float32 or float16; 8-bit weights get their scales applied."),
     ] = None,
     base: _Base = None,
     dequantise: _Dequantise = False,
     layout: Annotated[
-        str | None, typer.Option(help=f"Of MaxText's layers: {', '.join(LAYOUTS)}; its releases differ.")
+        str | None,
+        typer.Option(help=f"The layout of MaxText's layers, which depends on its release: {', '.join(LAYOUTS)}."),
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="A checkpoint of MaxText whose layout to take instead of --layout.")
+        Path | None, typer.Option(help="A MaxText checkpoint whose layout is used, instead of --layout.")
     ] = None,
-    shard_size: Annotated[float, typer.Option(help="GB a file has at most.")] = porting.SHARD / 1e9,
+    shard_size: Annotated[float, typer.Option(help="The largest size of a file, in GB.")] = porting.SHARD / 1e9,
     allow_overflow: Annotated[
         bool, typer.Option("--allow-overflow", help="With --dtype: let values that are too large become infinite.")
     ] = False,
-    lossy: Annotated[bool, typer.Option(help="With --back: cast back what a cast made smaller.")] = False,
+    lossy: Annotated[
+        bool, typer.Option(help="With --back: accept the rounding of a port that was cast to a smaller dtype.")
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Prove a port: its bytes, its layers and its whole model against the original code."
+            "--check", help="Check a port against the original code: its bytes, its layers and its whole model."
         ),
     ] = False,
     original: Annotated[
-        Path | None, typer.Option("--source", help="With --check: the checkpoint, if it is no longer where it was.")
+        Path | None,
+        typer.Option("--source", help="With --check: the original checkpoint, if it has moved since the port."),
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="With --check: ours to compare; may be repeated; xla.")
+        list[str] | None,
+        typer.Option(
+            "--backend", "-b", help="With --check: the backend to run the port on, xla by default; may be repeated."
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint in another format, with --back what a port was made of, or with --check prove a port."""
+    """Write a checkpoint in another format; --back restores the original of a port, and --check checks a port."""
     if dequantise and (check or back):
         raise bad("--dequantise", "given together with --back or --check", "be given where a checkpoint is ported")
     if check:
@@ -223,11 +234,11 @@ _HOW = {
 
 @contextmanager
 def _resumable() -> Iterator[None]:
-    """Say after Ctrl-C that nothing is lost."""
+    """Say after Ctrl-C that the same command continues the port."""
     try:
         yield
     except KeyboardInterrupt:
-        messages.print("portable-gdn: interrupted; the same command continues behind the last finished file.")
+        messages.print("portable-gdn: interrupted; the same command continues after the last finished file.")
         raise typer.Exit(130) from None
 
 

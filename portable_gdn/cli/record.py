@@ -1,4 +1,4 @@
-"""``portable-gdn record``: run a suite on a backend and keep what came of it, for another machine to compare."""
+"""``portable-gdn record``: run a suite on a backend and save the results, for comparison on another machine."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ __all__ = ["record"]
 
 
 def record(
-    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="What computes.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The recording, a safetensors file.")],
+    backend: Annotated[str, typer.Option("--backend", "-b", metavar="NAME", help="The backend to run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recording to write, a safetensors file.")],
     suite_name: Annotated[
-        str, typer.Option("--suite", metavar="NAME", help=f"One of {', '.join(SUITES)}.")
+        str, typer.Option("--suite", metavar="NAME", help=f"The suite to run: {', '.join(SUITES)}.")
     ] = "standard",
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
-    stages: Annotated[bool, typer.Option(help="Keep the seven stages too, to tell where machines part.")] = False,
-    store_inputs: Annotated[bool, typer.Option("--store-inputs", help="Keep the inputs, not only a hash.")] = False,
-    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Tokens a chunk.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Cast q, k and v to it.")] = None,
-    emulate: Annotated[str | None, typer.Option(help="Round as a TPU does: fast, default or highest.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run only cases whose name contains this text.")] = None,
+    stages: Annotated[
+        bool, typer.Option(help="Also save the seven stages, so that `bisect` can find where machines differ.")
+    ] = False,
+    store_inputs: Annotated[
+        bool, typer.Option("--store-inputs", help="Save the inputs themselves, not only their hash.")
+    ] = False,
+    precision: Annotated[str | None, typer.Option(help="Precision: fast, default or highest.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Tokens per chunk.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast q, k and v to this dtype.")] = None,
+    emulate: Annotated[
+        str | None, typer.Option(help="Round as a TPU does at this precision: fast, default or highest.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Run a suite on one backend and write outputs, states and gradients to a file."""
+    """Run a suite on a backend and write outputs, states and gradients to a file."""
     settings = Settings(precision, chunk_size, dtype, stages, emulate)
     own = backend_for(backend, settings)
     cases = chosen(case, suite(suite_name), f"the name of a case of suite {suite_name!r}")

@@ -1,4 +1,4 @@
-"""``portable-gdn verify``: every backend here against the oracle."""
+"""``portable-gdn verify``: compare every backend of this machine with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ __all__ = ["verify"]
 
 def verify(
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", metavar="NAME", help="Only this backend; may be repeated.")
+        list[str] | None,
+        typer.Option("--backend", "-b", metavar="NAME", help="Run only this backend; may be repeated."),
     ] = None,
-    full: Annotated[bool, typer.Option(help="Every case on every backend, and the pairwise plan.")] = False,
-    case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
+    full: Annotated[
+        bool, typer.Option(help="Run every case on every backend, and cases for every pair of options.")
+    ] = False,
+    case: Annotated[str | None, typer.Option(help="Run only cases whose name contains this text.")] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Print every tensor of every case.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every failure, beside their groups.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Print the names of the cases, and run none.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every failure, not only the groups.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Print the names of the cases without running them.")] = False,
     devices: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Split every call over rows, heads and tokens of N virtual CPU devices."),
+        typer.Option(metavar="N", help="Shard every call by batch, heads and tokens over N virtual CPU devices."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the report to this file, as JSON.")
     ] = None,
 ) -> None:
-    """Compare every backend that runs here with the float64 oracle: outputs, states and gradients."""
+    """Compare outputs, states and gradients of every backend that runs here with the float64 oracle."""
     if output is not None and not output.parent.is_dir():
         raise bad("--output", f"in {output.parent}, which is no folder", "name a file in a folder that exists")
     cases = chosen(case, cases_for(full), "a case's name" + ("" if full else " (more cases: --full)"))
@@ -140,7 +143,7 @@ def _line(what: str, row: Row, more: str) -> None:
 
 
 def _where(report: Report) -> str:
-    """How many cases on which backends; what a recording holds of another library was not run here."""
+    """Return how many cases ran on which backends; a library's recorded results were not computed here."""
     cases = len({row.case for row in report.rows})
     names = list(dict.fromkeys(row.backend for row in report.rows if row.backend != RECORDED))
     recorded = len({row.case for row in report.rows if row.backend == RECORDED})

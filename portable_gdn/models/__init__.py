@@ -16,6 +16,7 @@ from .cache import KV, Cache, Latents
 from .decoder import Decoder
 from .generation import Generated, generate
 from .loading import end_tokens, load_model
+from .saving import save_model
 from .settings import AttentionSettings, DecoderSettings, ExpertSettings, LatentSettings, MixerSettings
 from .streaming import Stream, stream
 
@@ -34,5 +35,6 @@ __all__ = [
     "end_tokens",
     "generate",
     "load_model",
+    "save_model",
     "stream",
 ]

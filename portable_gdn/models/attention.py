@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .blocks import Norm, Numerics
+from .blocks import Norm
 from .cache import KV
+from .numerics import Numerics
 from .settings import AttentionSettings
 
 __all__ = ["Attention", "attend", "rotated"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,45 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..layers.axes import named
+from ..parallel.axes import AxisRules
+from .experts import Experts, expert_split
+from .numerics import Numerics
 from .settings import ExpertSettings
 
 __all__ = ["MLP", "ChoiceBias", "Experts", "MoE", "Norm", "Numerics", "Router"]
 
 Array = Any
-Axis = tuple[str | None, int] | None
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """How a decoder computes: dtype of the computation (None is the weights') and precision of plain products."""
-
-    dtype: Any = None
-    precision: Any = None
-    param_dtype: Any = jnp.float32
-
-    def linear(
-        self,
-        inside: int,
-        out: int,
-        rngs: nnx.Rngs,
-        axes: tuple[Axis, Axis] = (None, None),
-        bias: bool = False,
-    ) -> nnx.Linear:
-        """A projection: kernel [inside, out], and bias [out] if asked for; ``axes`` names rows and columns, and says
-        how many whole things each has."""
-        made = nnx.Linear(
-            inside,
-            out,
-            use_bias=bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            rngs=rngs,
-        )
-        named(made.kernel, *axes)
-        if made.bias is not None:
-            named(made.bias, axes[1])
-        return made
 
 
 class Norm(nnx.Module):
@@ -80,27 +48,6 @@ class MLP(nnx.Module):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Experts(nnx.Module):
-    """The MLPs of all experts: gate_proj and up_proj [X, E, M], down_proj [X, M, E]."""
-
-    def __init__(self, count: int, hidden_size: int, size: int, numerics: Numerics, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.lecun_normal(batch_axis=(0,))
-        inward, outward = (count, hidden_size, size), (count, size, hidden_size)
-        each, rows, columns = ("experts", count), ("embed", hidden_size), ("mlp", size)
-        self.gate_proj = named(nnx.Param(init(rngs.params(), inward, numerics.param_dtype)), each, rows, columns)
-        self.up_proj = named(nnx.Param(init(rngs.params(), inward, numerics.param_dtype)), each, rows, columns)
-        self.down_proj = named(nnx.Param(init(rngs.params(), outward, numerics.param_dtype)), each, columns, rows)
-        self.numerics = numerics
-
-    def __call__(self, x: Array, sizes: Array) -> Array:
-        """Rows [n, E], those of the first expert first; sizes [X] says how many each has."""
-
-        def product(a: Array, weights: Any) -> Array:
-            return jax.lax.ragged_dot(a, weights[...].astype(a.dtype), sizes, precision=self.numerics.precision)
-
-        return product(jax.nn.silu(product(x, self.gate_proj)) * product(x, self.up_proj), self.down_proj)
-
-
 class ChoiceBias(nnx.Variable[Any]):
     """What is added to an expert's score where experts are chosen, and nowhere else. It has no gradient: who trains it
     moves it by how busy an expert is."""
@@ -129,10 +76,19 @@ class Router(nnx.Module):
 class MoE(nnx.Module):
     """Each token through the experts that the router gives most to, and through one that all tokens share."""
 
-    def __init__(self, hidden_size: int, settings: ExpertSettings, numerics: Numerics, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        settings: ExpertSettings,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+        mesh: Any = None,
+        rules: AxisRules | None = None,
+    ) -> None:
+        count, size = settings.count, settings.intermediate_size
         self.settings = settings
         self.router = Router(hidden_size, settings, numerics, rngs)
-        self.experts = Experts(settings.count, hidden_size, settings.intermediate_size, numerics, rngs)
+        self.experts = Experts(count, hidden_size, size, numerics, rngs, expert_split(mesh, rules, count, size))
         if settings.shared_size:
             self.shared_expert = MLP(hidden_size, settings.shared_size, numerics, rngs)
             if settings.shared_gate:
@@ -164,16 +120,11 @@ class MoE(nnx.Module):
         return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(rated.shape)
 
     def __call__(self, x: Array) -> Array:
-        """x [..., E] to [..., E]."""
+        """x [B, T, E] to [B, T, E]."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.weights(rows)
-        k = self.settings.per_token
-        order = jnp.argsort(chosen.reshape(-1))  # stable: the rows of one expert stand together
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.settings.count)
-        made = self.experts(rows[order // k], sizes)
-        made = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # back in the tokens' order: a gather, no scatter
-        y = jnp.sum(made.astype(jnp.float32) * weights[..., None], axis=1).astype(rows.dtype)
+        weights, chosen = (a.reshape(*x.shape[:2], -1) for a in self.weights(rows))
+        y = self.experts(x, weights, chosen)
         if self.settings.shared_size:
-            shared = self.shared_expert(rows)
-            y = y + (jax.nn.sigmoid(self.shared_expert_gate(rows)) * shared if self.settings.shared_gate else shared)
-        return y.reshape(x.shape)
+            shared = self.shared_expert(x)
+            y = y + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.settings.shared_gate else shared)
+        return y

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 from ..api import MixerState
 from ..layers.axes import named, partition_specs
 from ..layers.kinds import layer_of_kind
-from ..parallel.axes import AxisRules
+from ..parallel.axes import AxisRules, call_sharding
 from ..spec.errors import GdnError, bad
 from .attention import Attention
-from .blocks import MLP, MoE, Norm, Numerics
+from .blocks import MLP, MoE, Norm
 from .cache import KV, Cache, Latents
 from .latent_attention import LatentAttention
+from .numerics import Numerics
 from .period import bodies
 from .settings import DecoderSettings, LatentSettings, MixerSettings
 
@@ -39,7 +40,13 @@ class DecoderLayer(nnx.Module):
     stand behind them it is x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(
-        self, s: DecoderSettings, number: int, options: dict[str, Any], numerics: Numerics, rngs: nnx.Rngs
+        self,
+        s: DecoderSettings,
+        number: int,
+        options: dict[str, Any],
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+        rules: AxisRules | None = None,
     ) -> None:
         self.linear = s.linear[number]
         self.post_norm = s.post_norm and not self.linear
@@ -63,7 +70,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(s.hidden_size, s.intermediate_size, numerics, rngs)
         else:
             assert s.experts is not None
-            self.mlp = MoE(s.hidden_size, s.experts, numerics, rngs)
+            self.mlp = MoE(s.hidden_size, s.experts, numerics, rngs, getattr(options["sharding"], "mesh", None), rules)
 
     def __call__(
         self, x: Array, positions: Array, mask: Array | None, seen: Array, past: Any, start: Array | int
@@ -153,8 +160,8 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         backend: str | None = None,
         precision: str | None = None,
-        sharding: Any = None,
         scan: bool = True,
+        spread: tuple[Any, AxisRules | None] | None = None,
     ) -> None:
         """Args:
         settings: what it is like.
@@ -165,15 +172,17 @@ class Decoder(nnx.Module):
         backend: of the mixers, as in ``gated_delta_rule``.
         precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
             default of JAX, which on a TPU rounds float32 to bfloat16.
-        sharding: of the mixers' calls, as in ``gated_delta_rule``.
         scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
             its period. False has a module for each layer.
+        spread: a mesh, and rules for its axes or None, as ``load_model`` takes them; by these calls of the mixers and
+            the work of experts are split. None is one device.
         """
+        mesh, rules = spread or (None, None)
         highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
         numerics = Numerics(dtype, highest, param_dtype)
         options = {
             "dtype": dtype, "param_dtype": param_dtype, "projection_precision": highest, "precision": precision,
-            "backend": backend, "sharding": sharding,
+            "backend": backend, "sharding": None if mesh is None else call_sharding(mesh, rules),
         }  # fmt: skip
         self.settings, self.numerics = settings, numerics
         self.embed = nnx.Embed(
@@ -182,7 +191,7 @@ class Decoder(nnx.Module):
         words, rows = ("vocabulary", settings.vocabulary), ("embed", settings.hidden_size)
         named(self.embed.embedding, words, rows)
         self.bodies = bodies(tuple(zip(settings.linear, settings.dense, strict=True)), scan)
-        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs)  # noqa: E731
+        make = lambda number, rngs: DecoderLayer(settings, number, options, numerics, rngs, rules)  # noqa: E731
         self.layers = nnx.List(
             [
                 make(numbers[0], rngs) if len(numbers) == 1 else _stacked(partial(make, numbers[0]), len(numbers), rngs)

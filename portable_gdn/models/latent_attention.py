@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .attention import attend
-from .blocks import Norm, Numerics
+from .blocks import Norm
 from .cache import Latents
+from .numerics import Numerics
 from .settings import LatentSettings
 
 __all__ = ["LatentAttention"]

@@ -15,7 +15,7 @@ from ..checkpoint.header import Tensor
 from ..checkpoint.loading import load_stacks
 from ..checkpoint.reader import read_json
 from ..checkpoint.targets import TREES
-from ..parallel.axes import AxisRules, call_sharding
+from ..parallel.axes import AxisRules
 from ..spec.errors import GdnError, bad
 from .decoder import Decoder
 from .families import settings_of
@@ -56,8 +56,8 @@ def load_model(
     folder = Path(port)
     settings, leaves = read_settings(folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    split = None if mesh is None else call_sharding(mesh, rules)
-    options = {"dtype": dtype, "backend": backend, "precision": precision, "sharding": split}
+    spread = None if mesh is None else (mesh, rules)
+    options = {"dtype": dtype, "backend": backend, "precision": precision, "spread": spread}
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=scan, **options))
     dtypes = {name: leaf.dtype for name, leaf in leaves.items()}
     if any(len({dtypes.get(n) for n in model.names(path)}) > 1 for path, _ in nnx.to_flat_state(nnx.state(model))):

@@ -14,9 +14,10 @@ from flax import nnx
 
 from ..checkpoint.loading import load_stacks
 from ..spec.errors import GdnError
-from .blocks import Norm, Numerics
+from .blocks import Norm
 from .decoder import DecoderLayer
 from .loading import check_leaves, load_model, read_settings
+from .numerics import Numerics
 from .settings import DecoderSettings
 
 __all__ = ["whole_logits"]
@@ -80,7 +81,7 @@ def _layer_by_layer(port: Path, settings: DecoderSettings, ids: np.ndarray, pref
     numerics = Numerics(jnp.float32, HIGHEST, jnp.float32)
     options = {
         "dtype": jnp.float32, "param_dtype": jnp.float32, "projection_precision": HIGHEST, "precision": "highest",
-        "backend": backend,
+        "backend": backend, "sharding": None,
     }  # fmt: skip
     count = ids.shape[1]
     seen = jnp.ones((1, count), bool)  # what is not there yet lies behind each token

@@ -36,9 +36,9 @@ def _serve() -> None:
                 source
             )
             for port, backend in product(job["ports"], order["backends"]):
-                for number, what, error in compare(Path(port), original, backend):
+                for number, what, error, limit in compare(Path(port), original, backend):
                     code = original.layers[number].code
-                    say(port=port, backend=backend, layer=number, what=what, error=error, code=code)
+                    say(port=port, backend=backend, layer=number, what=what, error=error, limit=limit, code=code)
                 if original.logits is not None:
                     error = compare_logits(Path(port), original, backend)
                     say(port=port, backend=backend, layer=None, what="logits", error=error, code="the whole model")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..loading import load_layer
+from .limits import LIMIT
 from .oracle import Layer, Original
 from .text import PREFILLED
 
@@ -29,13 +30,19 @@ def _error(got: Any, want: np.ndarray) -> float:
     return error / size if size else error
 
 
-def compare(port: Path, original: Original, backend: str) -> Iterator[tuple[int, str, float]]:
-    """Layer, what was compared, relative error: prefill, states after it, and the worst of the decoding steps."""
+def compare(port: Path, original: Original, backend: str) -> Iterator[tuple[int, str, float, float]]:
+    """Layer, what was compared, its relative error, and what that must be below: prefill, the states after it, and the
+    worst of the decoding steps.
+
+    The limit is LIMIT, for what the layer itself rounds, and in addition how far our own layer's result moves where
+    each of its inputs and weights is off by noise of relative size LIMIT: a layer whose state remembers long, or whose
+    norm divides by little, carries roundings on. Roundings of float32 are a tenth of LIMIT and less.
+    """
     for number, layer in original.layers.items():
         ours = _load(port, number, backend)
         # The kernels are for whole sequences.
         stepping = _load(port, number, "xla") if backend.startswith("pallas") else ours
-        yield from ((number, what, error) for what, error in _one(ours, stepping, layer))
+        yield from ((number, *found) for found in _one(ours, stepping, layer))
 
 
 def _load(port: Path, number: int, backend: str) -> Any:
@@ -60,18 +67,45 @@ def _compiled() -> tuple[Any, Any]:
     return nnx.jit(lambda layer, x: layer(x, output_final_state=True)), nnx.jit(lambda layer, x, s: layer.step(x, s))
 
 
-def _one(ours: Any, stepping: Any, layer: Layer) -> Iterator[tuple[str, float]]:
+def _one(ours: Any, stepping: Any, layer: Layer) -> Iterator[tuple[str, float, float]]:
+    """What of one layer was compared, its relative error, and its limit."""
+    random = np.random.default_rng(0)
+    disturbed = lambda x: np.asarray(x * (1 + LIMIT * random.standard_normal(x.shape)), np.float32)  # noqa: E731
     run, step = _compiled()
+    other = _with_weights(ours, disturbed)
+    other_stepping = other if stepping is ours else _with_weights(stepping, lambda x: x, other)
     y, state = run(ours, layer.x)
-    yield "output", _error(y, layer.y)
-    yield "recurrent state", _error(state.recurrent, layer.recurrent)
+    moved_y, moved = run(other, disturbed(layer.x))
     width = state.conv.shape[1]
-    yield "convolution state", _error(state.conv, layer.conv[:, layer.conv.shape[1] - width :])
-    worst = 0.0
+    conv = layer.conv[:, layer.conv.shape[1] - width :]
+    for what, got, want, far in (
+        ("output", y, layer.y, moved_y),
+        ("recurrent state", state.recurrent, layer.recurrent, moved.recurrent),
+        ("convolution state", state.conv, conv, moved.conv),
+    ):
+        yield what, _error(got, want), _limit(far, got)
+    worst, most = 0.0, LIMIT
     for x, want in zip(layer.later_x, layer.later_y, strict=True):
         y, state = step(stepping, x, state)
-        worst = max(worst, _error(y, want))
-    yield f"{len(layer.later_x)} decoding steps", worst
+        moved_y, moved = step(other_stepping, disturbed(x), moved)
+        worst, most = max(worst, _error(y, want)), max(most, _limit(moved_y, y))
+    yield f"{len(layer.later_x)} decoding steps", worst, most
+
+
+def _with_weights(layer: Any, change: Callable[[Any], np.ndarray], source: Any = None) -> Any:
+    """A layer with the weights of another one (by default its own), each as ``change`` makes it."""
+    import jax
+    from flax import nnx
+
+    graph, _, *rest = nnx.split(layer, nnx.Param, ...)
+    weights = nnx.state(layer if source is None else source, nnx.Param)
+    return nnx.merge(graph, jax.tree.map(lambda a: change(np.asarray(a)), weights), *rest)
+
+
+def _limit(moved: Any, result: Any) -> float:
+    """LIMIT for what the layer itself rounds, and in addition how far its result was moved, if that is finite."""
+    far = _error(moved, np.asarray(result))
+    return LIMIT + far if np.isfinite(far) else LIMIT
 
 
 def compare_logits(port: Path, original: Original, backend: str) -> float:
