@@ -22,7 +22,7 @@ __all__ = ["FLA", "FLA_INTERPRET", "Fla", "FlaInterpret"]
 
 
 class Fla(Backend):
-    """FLA's operations on a GPU."""
+    """The backend that computes with FLA's operations on a GPU."""
 
     name = "fla"
     libraries = ("torch",)
@@ -63,9 +63,9 @@ class Fla(Backend):
         return run(problem)
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The result and the operands' cotangents, by autograd.
+        """Compute the result and the operands' cotangents with autograd.
 
-        A single token's result is that of the recurrent kernel, which a call that wants no gradient gets.
+        The result of a single token comes from the recurrent kernel, as in a call that needs no gradient.
         """
         result, found = torch_tensors.gradients(self.run, problem, cotangents)
         return self.run(problem) if one_token(problem.signature) else result, found
@@ -77,7 +77,7 @@ class Fla(Backend):
         return probe(problem)
 
     def from_numpy(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """numpy arrays as torch tensors on this backend's device."""
+        """Convert numpy arrays to torch tensors on this backend's device."""
         tensors = torch_tensors.from_numpy(operands)
         device = self._device()
         return {name: a if name == "cu_seqlens" else a.to(device) for name, a in tensors.items()}
@@ -88,9 +88,10 @@ class Fla(Backend):
         return "cuda" if torch.cuda.is_available() else "xpu"
 
     def rounding(self, s: Signature) -> Rounding:
-        """FLA stores states, inverse and what it writes in the inputs' dtype, and casts scores to it before products.
+        """Return FLA's roundings.
 
-        It sums gates in base 2. float32 operands enter products as TF32 on a GPU that has it.
+        FLA stores the states, the inverse and the written values in the inputs' dtype, and casts scores to it before
+        products. It sums gates in base 2. Float32 operands enter products as TF32 on a GPU that has TF32.
         """
         dtype, single = operand_dtype(s), self._products_of_float32(s)
         kept = dict.fromkeys(OPERANDS, single if dtype == "float32" else dtype)
@@ -108,13 +109,13 @@ class Fla(Backend):
         )
 
     def _products_of_float32(self, s: Signature) -> str:
-        """What becomes of float32 operands of a call's products here, where the kernel does not say."""
+        """Return the precision of a call's float32 products on this device in kernels that do not specify one."""
         from .adapter import products_of_float32
 
         return products_of_float32(s)
 
     def _inverts_in_tf32(self, s: Signature) -> bool:
-        """Whether FLA's kernels invert in TF32 whatever is asked for: they say so themselves, on GPUs that have it."""
+        """Return whether FLA's kernels invert in TF32 whatever is asked for, as they specify on GPUs that have TF32."""
         import torch
 
         from .adapter import settings_of
@@ -122,7 +123,7 @@ class Fla(Backend):
         return settings_of(s).ieee and family(s).erases and torch.cuda.get_device_capability() >= (8, 0)
 
     def serves(self, s: Signature) -> str:
-        """What of FLA serves a call here, with which versions; and what it does not promise, as sentences."""
+        """Return FLA's operation for a call, with versions, and sentences on what it does not guarantee."""
         kind = family(s)
         one = one_token(s)
         name = kind.recurrent if one else kind.chunk
@@ -143,13 +144,15 @@ class Fla(Backend):
         return "; ".join(words)
 
     def serving(self) -> AbstractContextManager[list[Launch]]:
-        """Within the block, a list of what serves its calls fills up: launches with their configuration, or functions
-        of other libraries."""
+        """Return a block whose list collects what computes its calls.
+
+        Entries are launches with their configurations, and functions of other libraries.
+        """
         return serving()
 
 
 class FlaInterpret(Fla):
-    """FLA's kernels by Triton's interpreter, on CPU tensors: for proof, not for speed."""
+    """The backend that runs FLA's kernels in Triton's interpreter on CPU tensors, for proofs and not for speed."""
 
     name = "fla-interpret"
     auto = False
@@ -159,7 +162,7 @@ class FlaInterpret(Fla):
     devices = ("cpu",)
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here, or None. (That this process cannot is no reason: a fresh one can.)"""
+        """Return the reason why it cannot run here, or None. If only this process cannot, a new one still can."""
         return missing()
 
     def refuses(self, s: Signature) -> str | None:
@@ -170,7 +173,7 @@ class FlaInterpret(Fla):
         """Compute; differentiable by autograd, through FLA's own backward kernels."""
         import torch
 
-        if not torch.compiler.is_compiling():  # which cannot trace it; the operation starts it when it runs
+        if not torch.compiler.is_compiling():  # it cannot trace this; the operation does it at run time
             interpreter.start()
         return super().run(problem)
 
@@ -180,7 +183,7 @@ class FlaInterpret(Fla):
         return super().probe(problem)
 
     def serving(self) -> AbstractContextManager[list[Launch]]:
-        """Within the block, a list of what serves its calls fills up."""
+        """Return a block whose list collects what computes its calls."""
         interpreter.start()
         return super().serving()
 

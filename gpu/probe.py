@@ -1,18 +1,18 @@
-"""The seven stages of a call, from what FLA's own functions hand to each other, in our names and shapes.
+"""The seven stages of a call, from the values that FLA's functions pass to each other, in our names and shapes.
 
 | stage | FLA |
 |---|---|
-| decay | ``chunk_local_cumsum``, in base 2 there |
-| scores | stored by no operation as a pair, so derived: Akk and Aqk by the kernels that compute them, see below |
+| decay | ``chunk_local_cumsum``, which is in base 2 |
+| scores | no operation stores both, so the kernels that compute Akk and Aqk are called, see below |
 | inverse | A or Akk of the ``*_fwd_intra`` functions |
 | wy | their u and w |
 | state | h, the states at the chunks' starts, and the final one |
 | delta | v_new |
 | output | o |
 
-Aqk: gdn and simple_gla never store it; ``chunk_fwd_o`` gives it for values that are the identity and states that are 0.
-Akk: gdn's by ``chunk_scaled_dot_kkt_fwd``; kda's and gdn2's kernels solve at once, and give it in place of Aqk where
-queries are the keys that erase. Every part is in the dtype in which FLA stores it.
+Aqk: gdn and simple_gla never store it; ``chunk_fwd_o`` returns it if the values are the identity and the states 0.
+Akk: for gdn ``chunk_scaled_dot_kkt_fwd`` returns it. The kernels of kda and gdn2 solve at once, and return it in place
+of Aqk if the erasing keys are passed as queries. Every part has the dtype in which FLA stores it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Stages = dict[str, tuple[Any, ...]]
 
 
 def probe(problem: Problem) -> Stages:
-    """The stages of every chunk of a call, as ``spec.probe`` has them.
+    """Return the stages of every chunk of a call, in the form of ``spec.probe``.
 
     Raises:
-        GdnError: sequences are packed or segmented, or there are resets among the gates: FLA has no count of them.
+        GdnError: sequences are packed or segmented, or some gates are resets, which FLA does not count.
     """
     s, x = problem
     for name in ("cu_seqlens", "segment_ids"):
@@ -63,7 +63,7 @@ def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
     (Akk, Aqk), T, (U, W), (h, last), Vn, o = compute(s, x, S, G, C)
 
     def chunks(a: Tensor | None, width: int = 0) -> Tensor | None:
-        """[B, T, HV, D] as [B, chunks, HV, C, D], filled up with zeros."""
+        """Reshape [B, T, HV, D] to [B, chunks, HV, C, D], padded with zeros."""
         if a is None:
             return None
         missing = -s.T % C
@@ -86,14 +86,17 @@ def _stages(s: Signature, x: Operands, S: Tensor) -> Stages:
 
 
 def _eye(like: Tensor, C: int) -> Tensor:
-    """The identity of every chunk, as values [B, T, HV, C]."""
+    """Return the identity matrix of every chunk as values [B, T, HV, C]."""
     rows = torch.arange(like.shape[1], device=like.device) % C
     eye = torch.nn.functional.one_hot(rows, C).to(like.dtype)
     return eye[None, :, None].expand(*like.shape[:3], C).contiguous()
 
 
 def _lower(A: Tensor, C: int, strict: bool = False) -> Tensor:
-    """Scores [B, T, HV, C] of rows with earlier columns of their chunk; what stands above nobody reads or writes."""
+    """Keep the scores [B, T, HV, C] of rows with earlier columns of their chunk, and set the others to 0.
+
+    FLA neither writes nor reads those above the diagonal.
+    """
     rows, columns = (torch.arange(n, device=A.device) for n in (A.shape[1], C))
     rows = (rows % C)[:, None, None]
     return torch.where(rows > columns if strict else rows >= columns, A, torch.zeros_like(A))
@@ -114,7 +117,7 @@ def _gdn(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int) -> Any:
 
 
 def _by_head(s: Signature, x: Operands, Vn: Tensor, h: Tensor, G: Tensor, C: int) -> tuple[Tensor, Tensor]:
-    """Aqk and o."""
+    """Compute Aqk and o."""
     fwd_o = imported("fla.ops.common.chunk_o").chunk_fwd_o
     none = h.new_zeros((*h.shape[:-1], C))
     Aqk = fwd_o(q=x.q, k=x.k, v=_eye(Vn, C), h=none, g=G, scale=s.scale, chunk_size=C)
@@ -145,10 +148,13 @@ def _safe(s: Signature) -> bool:
 
 
 class _Solved(NamedTuple):
-    """What FLA solves inside chunks whose decays are by channel; tokens before heads, as it lays them out.
+    """The results that FLA computes within chunks with decays per channel, in FLA's layout, tokens before heads.
 
     Attributes:
-        A: Akk and Aqk. T: the inverse. wy: U and W. decayed: keys times their decay to the chunk's end.
+        A: Akk and Aqk.
+        T: the inverse.
+        wy: U and W.
+        decayed: the keys times their decay to the chunk's end.
     """
 
     A: tuple[Tensor, Tensor]
@@ -158,7 +164,7 @@ class _Solved(NamedTuple):
 
 
 def _by_channel(s: Signature, x: Operands, S: Tensor, G: Tensor, C: int, solved: _Solved) -> Any:
-    """From the keys that are decayed to the chunk's end on, KDA and GDN-2 share what computes the rest."""
+    """Compute the stages that follow the decayed keys; KDA and GDN-2 share these steps."""
     A, T, wy, decayed = solved
     fwd_h = imported("fla.ops.common.chunk_delta_h").chunk_gated_delta_rule_fwd_h
     h, Vn, last = fwd_h(k=decayed, w=wy[1], u=wy[0], gk=G, initial_state=S, output_final_state=True, chunk_size=C)

@@ -1,10 +1,11 @@
-"""The bare rule on FLA's kernels, and around what they cannot do: resets, empty sequences, too many blocks.
+"""The bare rule on FLA's kernels, and the cases that they do not handle: resets, empty sequences, too many blocks.
 
-Resets: the chunk forms sum gates. Where products round to 16 bits, a gate that is a reset becomes ``FLOOR``, whose exp
-is 0 too; sums then keep more digits than products, and nobody waits for the device to look at g. In float32 a sequence
-is cut where a gate is a reset (``pieces.py``). Where gates are one a head, heads are laid end to end and all pieces run
-at once. Where they are one a channel, the piece behind a reset needs what the one before it left in the other channels:
-pieces of a sequence run in turn, exact and as slow as there are pieces, and no more than a few.
+The chunk forms sum gates, so resets need care. If products round to 16 bits, a gate that is a reset becomes ``FLOOR``,
+whose exp is also 0; sums then keep more digits than products, and the call need not wait for the device to inspect g.
+In float32 a sequence is cut where a gate is a reset (``pieces.py``). With one gate per head, heads are laid end to end
+and all pieces run at once. With one gate per channel, the piece after a reset needs the state that the piece before it
+left in the other channels, so the pieces of a sequence run one after another. That is exact, but takes a launch per
+piece, so only a few pieces are allowed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from .pieces import Pieces, cut_heads_apart, cut_in_turn, whole
 
 __all__ = ["apply", "products"]
 
-LONGEST_FALL = -1419.0  # of gates in a chunk: 2^11 in base 2, in which FLA sums, and float32 has 2^-12 between numbers
-FLOOR = -110.0  # what a reset becomes: its exp is 0 in float32, with room for the rounding of the sums it stands in
+# The lowest sum of gates in a chunk: about 2^11 in base 2, in which FLA sums, where float32 numbers are 2^-12 apart.
+LONGEST_FALL = -1419.0
+FLOOR = -110.0  # the value for a reset: its exp is 0 in float32, even after the rounding of sums that contain it
 
-MOST_TURNS = 16  # pieces of one sequence that run in turn; more would be a recurrence, a kernel launch a token
-MOST_BLOCKS = 65535  # of a launch along the axis on which FLA puts sequences times heads
+MOST_TURNS = 16  # the most pieces of one sequence; more would come close to one kernel launch per token
+MOST_BLOCKS = 65535  # the most blocks of a launch along the axis that FLA uses for sequences times heads
 
 
 def products(ieee: bool) -> str:
-    """What becomes of float32 operands of products here, where the kernel does not say."""
+    """Return the precision of float32 products on this machine in kernels that do not specify one."""
     if interpreter.chosen() or ieee:
         return "float32"
     if not torch.cuda.is_available():
@@ -51,11 +53,15 @@ def products(ieee: bool) -> str:
 def apply(
     rule: Rule, x: Operands, S: Tensor, bounds: Any, starts: Tensor | None, recurs: bool
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] and the final states [N, HV, K, V].
+    """Compute o [B, T, HV, V] and the final states [N, HV, K, V].
 
     Args:
-        x: fitted (``operations.fitted``). bounds: cu_seqlens, on the host or a device, or None.
-        starts: where segments begin, or None. recurs: by the recurrent kernels, which have no gradient.
+        rule: the properties of the call.
+        x: operands that ``operations.fitted`` returned.
+        S: the initial states.
+        bounds: cu_seqlens on the host or a device, or None.
+        starts: true where segments begin, or None.
+        recurs: whether to use the recurrent kernels, which have no gradient.
     """
     settings = Settings(rule.pinned, rule.ieee)
     if recurs:
@@ -75,7 +81,7 @@ def apply(
 
 
 class _Launched(torch.autograd.Function):
-    """A function whose kernels are launched with settings of their own, in its backward pass too."""
+    """A function whose kernels are launched with given settings, in its backward pass, too."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, function: Any, *given: Tensor | None) -> Any:
@@ -101,7 +107,7 @@ def _once() -> GdnError:
 
 
 class _Once(torch.autograd.Function):
-    """Nothing, except that FLA's gradient, which torch cannot see into, is not taken for one that can be derived."""
+    """The identity, which makes a second derivative an error: torch cannot differentiate FLA's gradient."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +134,7 @@ def _check_falls(g: Tensor, size: int, bounds: np.ndarray | None) -> None:
 
 
 def _rule(rule: Rule, x: Operands, S: Tensor, placed: Callable[[], Placed], plain: bool) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] and the final states [N, HV, K, V]; ``plain`` if sequences are whole rows."""
+    """Compute o [B, T, HV, V] and the final states [N, HV, K, V]; with ``plain``, sequences are whole rows."""
     reset = x.g < RESET if rule.resets else None
     if reset is not None and x.q.dtype != torch.float32:
         x, reset = x._replace(g=torch.where(reset, FLOOR, x.g)), None
@@ -145,12 +151,12 @@ def _rule(rule: Rule, x: Operands, S: Tensor, placed: Callable[[], Placed], plai
 
 
 def _rows(a: Tensor) -> Tensor:
-    """Rows laid end to end."""
+    """Lay rows end to end."""
     return a.flatten(0, 1)
 
 
 def _heads_apart(rule: Rule, flat: Operands, S: Tensor, sequences: Placed, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Every head a sequence of its own, cut at its own resets."""
+    """Compute every head as a sequence of its own, cut at its own resets."""
     heads = flat.v.shape[1]
     cut, last = cut_heads_apart(sequences, on_host(reset[..., 0]))
     line = flat.map(lambda a: a.repeat_interleave(heads // a.shape[1], 1).movedim(1, 0).flatten(0, 1)[:, None])
@@ -161,7 +167,7 @@ def _heads_apart(rule: Rule, flat: Operands, S: Tensor, sequences: Placed, reset
 
 
 def _in_turn(rule: Rule, flat: Operands, S: Tensor, sequences: Placed, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Pieces of a sequence one after the other, those of different sequences together."""
+    """Compute the pieces of each sequence one after another, and those of different sequences together."""
     turns = cut_in_turn(sequences, on_host(reset.flatten(1).any(-1)))
     if len(turns) > MOST_TURNS:
         raise GdnError(
@@ -182,15 +188,15 @@ def _index(a: np.ndarray, like: Tensor) -> Tensor:
 
 
 def _states(S: Tensor, pieces: Placed | Pieces) -> Tensor:
-    """The state from which each piece starts."""
+    """Return the state from which each piece starts."""
     states = S[_index(pieces.state, S)]
     return torch.where(_index(pieces.fresh, S)[:, None, None, None], 0.0, states) if pieces.fresh.any() else states
 
 
 def _launch(rule: Rule, flat: Operands, states: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """Pieces of rows laid end to end: o like v, 0 at tokens of none, and the state behind each piece.
+    """Compute pieces of rows laid end to end: o like v, 0 at tokens outside all pieces, and the state after each piece.
 
-    FLA gets neither empty pieces, whose states pass by, nor tokens of no piece.
+    FLA gets neither empty pieces, whose states do not change, nor tokens outside all pieces.
     """
     live = np.flatnonzero(pieces.end > pieces.begin)
     v = flat.v
@@ -212,8 +218,8 @@ def _launch(rule: Rule, flat: Operands, states: Tensor, pieces: Pieces) -> tuple
 
 
 def _kernel(rule: Rule, x: Operands, S: Tensor, bounds: np.ndarray | None) -> tuple[Tensor, Tensor]:
-    """One call of FLA's chunk form; packed sequences have their boundaries on the host too."""
-    if rule.decays and x.q.dtype == torch.float32 and products(rule.ieee) == "float32":  # else products round more
+    """Call FLA's chunk form once; packed sequences have their boundaries on the host, too."""
+    if rule.decays and x.q.dtype == torch.float32 and products(rule.ieee) == "float32":  # otherwise products round more
         _check_falls(x.g, rule.chunk or CHUNK, bounds)
     host = None if bounds is None else torch.as_tensor(bounds, dtype=torch.int64)
     return chunked(rule, x, S, None if host is None else host.to(S.device), host)

@@ -1,1 +1,1 @@
-"""Triton kernels compiled for GPUs that are not here, and what the compilers say about them."""
+"""Compile Triton kernels for GPUs that this machine need not have, and report what the compilers say about them."""

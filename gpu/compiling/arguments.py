@@ -1,7 +1,8 @@
-"""What a kernel is compiled for: the type of each parameter, and what a launch with such values would specialise.
+"""The arguments for which a kernel is compiled: the type of each parameter, and the specialisation of its value.
 
-A launch looks at its integers: one that 16 divides is known to the compiler as such, one that is 1 is a constant. Both
-change the code that comes out: without the first there are no asynchronous copies, and so no pipeline in shared memory.
+A launch inspects its integers: the compiler learns which are divisible by 16, and an integer that is 1 becomes a
+constant. Both change the generated code. Without divisibility there are no asynchronous copies, and therefore no
+pipeline through shared memory.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _RANGES = {
     for name in _INTEGERS
 }
 DIVISIBLE = ["tt.divisibility", 16]
-NEAR = ["tt.pointer_range", 32]  # of AMD's compiler: offsets of 32 bits reach all of the array
+NEAR = ["tt.pointer_range", 32]  # for AMD's compiler: 32-bit offsets reach the whole array
 
 
 class Argument(NamedTuple):
     """One parameter as it is compiled.
 
-    type: Triton's; "constexpr" where it is a constant, of this value. seen: by a heuristic. attributes: Triton's, of
-    what is known of its value. said: all that, for a reader.
+    ``type`` is Triton's type, or "constexpr" for a constant with this ``value``. ``seen`` is what a heuristic gets.
+    ``attributes`` are Triton's attributes for what is known of the value, and ``said`` describes all of it to a reader.
     """
 
     type: str
@@ -51,16 +52,16 @@ class Argument(NamedTuple):
 
 
 class _Pointer:
-    """What a heuristic sees where an array would be given."""
+    """The placeholder that a heuristic gets in place of an array."""
 
 
 def arguments_of(
     kernel: Any, signature: Mapping[str, str], sizes: Mapping[str, Any], target: Target
 ) -> dict[str, Argument]:
-    """The parameters that a signature or a size names, by name.
+    """Return the parameters that a signature or a size names, by name.
 
     Raises:
-        GdnError: a type is none of Triton's, or a size does not go with it.
+        GdnError: a type is not one of Triton's, or a size does not fit its type.
     """
     params = {p.name: p for p in kernel.params}
     found = {}
@@ -79,7 +80,7 @@ def arguments_of(
 
 
 def _parsed(name: str, given: Any) -> tuple[str, bool, bool]:
-    """Type, whether 16 divides it, and whether it is 1, from Triton's notation."""
+    """Parse Triton's notation: return the type, whether the value is divisible by 16, and whether it is 1."""
     where = f"the type of {name!r} in signature"
     if isinstance(given, str) and given.startswith(("tensordesc", "nvTmaDesc")):
         return given, False, False
@@ -99,7 +100,7 @@ def _parsed(name: str, given: Any) -> tuple[str, bool, bool]:
 
 
 def _nearest(given: Any) -> str:
-    """ "; did you mean ...?" where something like it exists, and a full stop where nothing does."""
+    """Return "; did you mean ...?" if there is a similar type, or a full stop if there is none."""
     if not isinstance(given, str):
         return "."
     text, _, hint = given.strip().partition(":")
@@ -112,14 +113,14 @@ def _nearest(given: Any) -> str:
 
 
 def _pointer(kind: str, target: Target) -> Argument:
-    """An array as torch makes it: its address is divisible by 16, and on AMD one below 2 GiB is known to be that."""
+    """Return the argument for an array of torch: its address is divisible by 16, and on AMD it is below 2 GiB."""
     near = target.backend == "hip"
     said = f"{kind} divisible by 16" + (", of less than 2 GiB" if near else "")
     return Argument(kind, None, _Pointer(), [DIVISIBLE, NEAR] if near else [DIVISIBLE], said)
 
 
 def _typed(param: Any, kind: str, divisible: bool, one: bool) -> Argument:
-    """A number of which nothing is known but what its ending says."""
+    """Return the argument for a number of which only the suffix of its type is known."""
     if divisible and (param.do_not_specialize or param.do_not_specialize_on_alignment):
         raise GdnError(
             f"the type of {param.name!r} in signature ends in ':16'; it must not, since the kernel says "
@@ -135,7 +136,7 @@ def _typed(param: Any, kind: str, divisible: bool, one: bool) -> Argument:
 
 
 def _sized(param: Any, value: Any, kind: str | None, divisible: bool, one: bool) -> Argument:
-    """A number of a known value."""
+    """Return the argument for a number of known value."""
     where = f"sizes[{param.name!r}]"
     if param.is_constexpr:
         raise bad(where, "given", "be left out: it is a tl.constexpr, whose value belongs in constants")
@@ -159,7 +160,7 @@ def _sized(param: Any, value: Any, kind: str | None, divisible: bool, one: bool)
 
 
 def _number(param: Any, value: Any, kind: str | None) -> Argument:
-    """The argument that a launch makes of a number: its type, and what it specialises on."""
+    """Return the argument that a launch would make of a number: its type and its specialisation."""
     annotated = param.annotation_type
     if isinstance(value, bool | float):
         kind = annotated or kind or ("i1" if isinstance(value, bool) else "fp32")

@@ -21,7 +21,7 @@ __all__ = ["Call", "compile_calls"]
 
 
 class Call(NamedTuple):
-    """A call by its operands' shapes and dtypes; ``backward``: its gradient too."""
+    """A call described by the shapes and dtypes of its operands; ``backward`` adds its gradient."""
 
     name: str
     operands: Mapping[str, tuple[Sequence[int], str]]
@@ -36,13 +36,16 @@ def compile_calls(
     all_configs: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> CompileReport:
-    """Every kernel that these calls would launch on FLA, compiled for ``arch`` without a GPU.
+    """Compile every kernel of FLA that these calls would launch, for ``arch``, without a GPU.
 
     Args:
+        calls: the calls.
+        arch: the architecture, one of ``portable_gdn.gpu.TARGETS``.
+        all_configs: whether to compile all configurations of autotuned kernels, not only the first.
         progress: called with the name of each kernel that is compiled.
 
     Raises:
-        GdnError: a package is missing, the architecture is not known, or compiling ends before its time.
+        GdnError: a package is missing, the architecture is unknown, or the compiling process ends early.
     """
     target_named(arch)
     why = missing()
@@ -73,10 +76,10 @@ def compile_calls(
 
 
 def _ask(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The child's answers as they come; it is ended with whoever reads them."""
+    """Yield the child's answers as they come; the child ends when this generator is closed."""
     environment = {**os.environ, interpreter.VARIABLE: "0"}
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory() as cache:
-        environment["TRITON_CACHE_DIR"] = cache  # what lies in the user's own was compiled by nobody knows what
+        environment["TRITON_CACHE_DIR"] = cache  # kernels in the user's own cache may come from other compilers
         process = subprocess.Popen(
             [sys.executable, "-m", "portable_gdn.gpu.compiling.child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
@@ -88,7 +91,7 @@ def _ask(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 process.stdin.write(json.dumps(order))
                 process.stdin.close()
             except OSError:
-                pass  # the child is gone; its end is seen below
+                pass  # the child has ended; that is handled below
             done = False
             for line in process.stdout:
                 answer = json.loads(line)

@@ -1,7 +1,7 @@
-"""The process in which a call's kernels are compiled: an order as JSON on standard input, one JSON object a kernel out.
+"""The process that compiles a call's kernels: it reads an order as JSON, and writes one JSON object per kernel.
 
-A call is made by ``gpu.adapter`` on CPU tensors that nobody looks into, so that what is compiled is what a GPU would
-be given: FLA's own choice of kernels, and Triton's of their specialisation.
+``gpu.adapter`` makes the call on CPU tensors whose contents nothing reads. The kernels compiled are therefore those
+that a GPU would get, chosen by FLA and specialised by Triton.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _serve() -> None:
 
 
 def _call(call: dict[str, Any], where: dict[str, str], run: Any) -> None:
-    """Make a call, forward and as far as wanted backward."""
+    """Make a call, forward and, if it asks for that, backward."""
     import torch
 
     from ...spec.problem import GateKind, Meta, Options, Problem

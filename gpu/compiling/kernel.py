@@ -1,4 +1,4 @@
-"""The report of any Triton kernel, compiled here for a GPU that need not be."""
+"""Reports of Triton kernels, compiled for a GPU that this machine need not have."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ def compile_report(
     all_configs: bool = False,
     **options: int,
 ) -> CompileReport:
-    """Compile a Triton kernel for a GPU, without one, and say what it takes.
+    """Compile a Triton kernel for a GPU without having one, and report the resources that it uses.
 
     Args:
-        fn: what ``triton.jit`` made, also under ``triton.autotune`` and ``triton.heuristics``.
-        signature: the type of each parameter that is no constant, by name, in Triton's notation: "*bf16", "*fp32",
-            "i32", "fp32", ...; "i32:16" is an integer that 16 divides, "i32:1" one that is 1. A bare "i32" is any
-            integer. Arrays are taken to be divisible by 16, as torch's tensors are, and on AMD of less than 2 GiB.
-        constants: values of the ``tl.constexpr`` parameters that neither a configuration nor a heuristic gives. Another
-            parameter that is named nowhere is its default, or None. A heuristic sees a placeholder for each array.
-        sizes: values of numbers that a launch would be given, ``{"M": 4096, "stride": 1}``: what a launch finds out
-            about them (that 16 divides them, that they are 1) follows, and their types, if signature has none.
+        fn: a function decorated with ``triton.jit``, and perhaps with ``triton.autotune`` and ``triton.heuristics``.
+        signature: the type of each parameter that is not a constant, by name, in Triton's notation: "*bf16", "*fp32",
+            "i32", "fp32", ...; "i32:16" is an integer divisible by 16, "i32:1" an integer that is 1, and "i32" any
+            integer. Addresses of arrays are assumed to be divisible by 16, like those of torch's tensors, and arrays on
+            AMD to be smaller than 2 GiB.
+        constants: the values of ``tl.constexpr`` parameters that neither a configuration nor a heuristic sets. Other
+            parameters that are not named have their default, or None. A heuristic gets a placeholder for each array.
+        sizes: the values of numbers that a launch would be given, such as ``{"M": 4096, "stride": 1}``. They determine
+            what the launch would specialise (divisibility by 16, being 1), and the types of numbers that the signature
+            does not name.
         arch: one of ``portable_gdn.gpu.TARGETS``: "sm_80", "sm_90", "sm_100", "gfx942".
-        all_configs: every configuration of ``triton.autotune`` and not the first alone.
-        options: num_warps, num_stages, ..., over those of the configurations.
+        all_configs: whether to compile all configurations of ``triton.autotune``, not only the first.
+        options: num_warps, num_stages, ...; they take precedence over those of the configurations.
 
     Returns:
-        A report of the kernel, an entry a configuration; one that does not compile says why in ``failed``.
+        A report of the kernel with one entry per configuration; if one does not compile, its ``failed`` says why.
 
     Raises:
-        GdnError: an argument is wrong or missing, Triton is not installed, or this process interprets its kernels.
+        GdnError: an argument is wrong or missing, Triton is not installed, or this process interprets kernels.
     """
     target = target_named(arch)
     why = missing(("triton",))
@@ -71,13 +73,13 @@ def compile_report(
 
 
 def config_of(config: Any) -> dict[str, Any]:
-    """Tile sizes, warps and stages of one of ``triton.autotune``'s configurations."""
+    """Return the tile sizes, warps and stages of one of ``triton.autotune``'s configurations."""
     given = config.all_kwargs()
     return {name: value for name, value in given.items() if value is not None and (name, value) != ("num_ctas", 1)}
 
 
 def _unwrapped(fn: Any) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The kernel itself, its configurations, its heuristics."""
+    """Return the kernel itself, its configurations and its heuristics."""
     from triton import Config, JITFunction
 
     configs: list[Any] = []
@@ -92,7 +94,7 @@ def _unwrapped(fn: Any) -> tuple[Any, list[Any], dict[str, Any]]:
 
 
 def _check_names(kernel: Any, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Each name is a parameter's, and says one thing of it."""
+    """Check that each name is that of a parameter, and is given only once."""
     for argument, names in given.items():
         for name in names:
             if name not in kernel.arg_names:
@@ -110,7 +112,7 @@ def _check_names(kernel: Any, given: Mapping[str, Mapping[str, Any]]) -> None:
 def _given(
     kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any], heuristics: Any, chosen: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Values by name, of numbers and arrays as a heuristic sees them; and those that are None since nobody named them.
+    """Return the values by name as a heuristic sees them, and the names of parameters that are None as none was given.
 
     Raises:
         GdnError: a ``tl.constexpr`` has no value.
@@ -154,7 +156,7 @@ def _compiled(
     taken = {name: argument.said for name, argument in arguments.items()}
     taken |= dict.fromkeys(unnamed, "None, since it is named nowhere")
     report = KernelReport(kernel.__name__, chosen, limit=target.shared, taken=taken)
-    if hasattr(knobs.language, "default_fp_fusion"):  # what would be chosen anyway, with a warning to who did not ask
+    if hasattr(knobs.language, "default_fp_fusion"):  # Triton's own default, set here to avoid its warning
         options.setdefault("enable_fp_fusion", knobs.language.default_fp_fusion)
     try:
         for name, value in heuristics.items():
@@ -168,7 +170,7 @@ def _compiled(
         with assembler_log() as log:
             compiled = triton.compile(source, target=target.triton(), options=options)
         return report._replace(**usage(compiled, log.text))
-    except Exception as error:  # whatever the compiler finds wrong with it is the finding
+    except Exception as error:  # any error of the compiler is part of the report
         why = failure(error)
         if unnamed and "None" in str(error):
             names = " and ".join(map(repr, unnamed))
@@ -180,6 +182,6 @@ def _compiled(
 
 
 def failure(error: Exception) -> str:
-    """The sentence of a compiler's error: its last line that says something."""
+    """Return the message of a compiler's error: its last line that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t^")]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")

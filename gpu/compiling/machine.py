@@ -1,7 +1,7 @@
-"""Make this process believe that a GPU of some architecture is here, as far as choosing and compiling kernels goes.
+"""Make this process act as if it had a GPU of some architecture, for choosing and compiling kernels.
 
-Nothing can be launched: the driver knows its target and nothing else. FLA asks torch and the driver for the device when
-it is imported, so this must come before, in a process that does nothing else.
+Nothing can be launched: the driver only knows its target. FLA asks torch and the driver for the device when it is
+imported, so this must happen first, in a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Utilities:
 
 
 class _Driver:
-    """Triton's driver of a device that is not here."""
+    """A driver for Triton of a device that does not exist."""
 
     launcher_cls = None
 
@@ -60,7 +60,7 @@ class _Driver:
 
 
 def pretend(target: Target) -> None:
-    """Give Triton a driver, and torch the answers, of such a device."""
+    """Install a driver of such a device in Triton, and its properties in torch."""
     import torch
     from triton.runtime import driver
 
@@ -75,12 +75,12 @@ def pretend(target: Target) -> None:
 
 @contextlib.contextmanager
 def compile_launches(found: Callable[[str, dict[str, Any], Any, str], None], all_configs: bool) -> Iterator[None]:
-    """Compile what would be launched, and launch nothing.
+    """Compile the kernels that would be launched within the block, and launch nothing.
 
     Args:
-        found: called with (kernel, configuration, what Triton compiled or the exception, what the assembler printed)
-            of each launch; what was compiled before has nothing printed.
-        all_configs: every configuration of an autotuned kernel, and not the first alone.
+        found: called for each launch with the kernel, its configuration, the compiled kernel or the exception, and the
+            assembler's output, which is empty for a kernel that was compiled before.
+        all_configs: whether to compile all configurations of an autotuned kernel, not only the first.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -104,7 +104,7 @@ def compile_launches(found: Callable[[str, dict[str, Any], Any, str], None], all
         if all_configs:
             try:
                 self.fn.run(*args, **meta, **config.all_kwargs())
-            except Exception:  # found above; autotuning passes such a configuration over too
+            except Exception:  # reported above; autotuning also skips such a configuration
                 return [float("inf")] * 3
         return [0.0] * 3
 

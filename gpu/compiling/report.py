@@ -1,4 +1,4 @@
-"""What a compiled kernel takes, as figures, as text and as JSON."""
+"""Reports of the resources that compiled kernels use, as figures, text and JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ class KernelReport(NamedTuple):
     """One kernel in one configuration.
 
     Attributes:
-        name: of the kernel's function.
-        config: what its launch chose: tile sizes, warps, stages.
-        registers: a thread; on AMD vector registers, accumulation registers included.
-        stack: bytes of local memory a thread; spills are in it.
-        spill_stores, spill_loads: bytes a thread (NVIDIA), or registers (AMD, where both are one number).
-        shared: bytes a block. limit: the most there is.
-        matrix: matrix instructions in the code, by kind.
-        copies: instructions that copy to shared memory while the code goes on, by kind.
-        taken: what it was compiled for, by parameter, where its caller named them.
-        failed: why it does not compile, or None; all figures are then 0.
-        phase: which part of a call launched it.
+        name: the name of the kernel's function.
+        config: the configuration of the launch: tile sizes, warps, stages.
+        registers: the number of registers per thread; on AMD vector registers, including accumulation registers.
+        stack: the bytes of local memory per thread, including spills.
+        spill_stores, spill_loads: bytes per thread on NVIDIA; registers on AMD, where both are one number.
+        shared: the bytes of shared memory per block.
+        limit: the largest number of these bytes that the GPU allows.
+        matrix: the number of matrix instructions in the code, by kind.
+        copies: the number of instructions that copy to shared memory asynchronously, by kind.
+        taken: the specialisation of each parameter that the caller named.
+        failed: the reason why it does not compile, or None. If it does not, all figures are 0.
+        phase: the part of a call that launched it.
     """
 
     name: str
@@ -46,12 +47,12 @@ class KernelReport(NamedTuple):
 
     @property
     def spills(self) -> bool:
-        """Whether registers go to memory because there are too few."""
+        """Whether registers spill to memory because there are too few."""
         return self.spill_stores + self.spill_loads > 0
 
     @property
     def mark(self) -> str:
-        """What is wrong with it, in a word or two."""
+        """What is wrong with the kernel, in a word or two, or ""."""
         if self.failed is not None:
             return "does not compile"
         if not self.launches:
@@ -65,7 +66,7 @@ class KernelReport(NamedTuple):
 
 
 class CompileReport(NamedTuple):
-    """Kernels compiled for an architecture, with the versions that compiled them."""
+    """The kernels compiled for an architecture, with the versions of the compilers."""
 
     arch: str
     kernels: tuple[KernelReport, ...]
@@ -120,12 +121,12 @@ class CompileReport(NamedTuple):
 
 
 def _verb(n: int, many: str, one: str) -> str:
-    """ "none" takes the singular."""
+    """Return the verb that fits the number n; "none" takes the singular."""
     return one if n < 2 else many
 
 
 def _grouped(taken: Mapping[str, str]) -> str:
-    """Parameters of which the same is said together."""
+    """Describe parameters, those with equal descriptions together."""
     names: dict[str, list[str]] = {}
     for name, said in taken.items():
         names.setdefault(said, []).append(name)

@@ -1,7 +1,8 @@
-"""The GPUs that kernels can be compiled for, and the limits beyond which they cannot be launched there.
+"""The GPUs for which kernels can be compiled, and the limits above which these cannot be launched.
 
-Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", the most that one block
-may opt in to; AMD CDNA 3 instruction set architecture, section 2.4, the local data share of one compute unit.
+The limits of shared memory are the most that one block may opt in to (CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability"), and the local data share of one compute unit (AMD CDNA 3 instruction set
+architecture, section 2.4).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ __all__ = ["TARGETS", "Target", "target_named"]
 class Target(NamedTuple):
     """One architecture.
 
-    backend, arch, warp: what Triton calls it, and threads in a warp. shared: bytes of shared memory that a block may
-    have. capability, device: what torch says on such a machine; FLA asks it. processors: of that device.
+    ``backend`` and ``arch`` are Triton's names for it, and ``warp`` is the number of threads per warp. ``shared`` is
+    the number of bytes of shared memory that a block may have. ``capability`` and ``device`` are what torch reports on
+    such a machine, which FLA reads. ``processors`` is the number of multiprocessors of that device.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Target(NamedTuple):
     processors: int
 
     def triton(self) -> Any:
-        """Triton's own description."""
+        """Triton's own description of the architecture."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(self.backend, self.arch, self.warp)
@@ -48,10 +50,10 @@ TARGETS = {
 
 
 def target_named(name: str) -> Target:
-    """The target of this name.
+    """Return the target of this name.
 
     Raises:
-        GdnError: there is none.
+        GdnError: there is no target of that name.
     """
     if name not in TARGETS:
         raise bad("arch", repr(name), f"be one of {', '.join(TARGETS)}")

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes, read from what the assemblers say and from the code."""
+"""The resources that a compiled kernel uses, read from the assemblers' output and from the code."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 __all__ = ["Log", "assembler_log", "usage"]
 
-MATRIX = {  # what stands in the code for each kind of matrix instruction
+MATRIX = {  # the patterns in the code for each kind of matrix instruction
     "cuda": {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"},
     "hip": {"mfma": "v_mfma", "wmma": "v_wmma"},
 }
-COPIES = {  # the same for copies to shared memory that the code does not wait for
+COPIES = {  # the patterns for asynchronous copies to shared memory
     "cuda": {"cp.async": r"cp\.async\.c[ag]\.", "TMA": r"cp\.async\.bulk\.tensor"},
     "hip": {"loads to LDS": r"(?:buffer|global)_load_lds|buffer_load_\w+ .*\blds\b"},
 }
 
 
 class Log:
-    """What the assembler printed while the block ran; complete when it has ended."""
+    """The assembler's output during a block; complete when the block has ended."""
 
     text = ""
 
 
 @contextlib.contextmanager
 def assembler_log() -> Iterator[Log]:
-    """Keep what ptxas says, which Triton shows on standard output if asked to. Triton's own cache is passed by."""
+    """Collect the output of ptxas, which Triton can print to standard output. Triton's cache is not used meanwhile."""
     from triton import knobs
 
     log, out = Log(), io.StringIO()
@@ -43,7 +43,7 @@ def assembler_log() -> Iterator[Log]:
 
 
 def usage(compiled: Any, log: str) -> dict[str, Any]:
-    """Fields of a ``KernelReport`` from a compiled kernel and what the assembler printed."""
+    """Return the fields of a ``KernelReport`` from a compiled kernel and the assembler's output."""
     found = _cuda(compiled, log) if "ptx" in compiled.asm else _hip(compiled)
     return {**found, "shared": int(compiled.metadata.shared)}
 

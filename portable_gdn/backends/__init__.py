@@ -1,1 +1,1 @@
-"""Backends that need no kernel of their own: the oracle, XLA, torch. Each is registered by an entry point."""
+"""The backends without kernels of their own: the oracle, XLA and torch. Each is registered by an entry point."""

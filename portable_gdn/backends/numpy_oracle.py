@@ -16,11 +16,11 @@ from ..spec.stages import Algebra
 
 __all__ = ["BACKEND", "Numpy"]
 
-CHUNK = 64  # of the stages; the oracle itself goes token by token
+CHUNK = 64  # tokens per chunk of the stages; the oracle itself computes token by token
 
 
 class Numpy(Backend):
-    """The oracle for numpy arrays."""
+    """The backend that computes numpy arrays with the oracle."""
 
     name = "numpy"
     libraries: tuple[str, ...] = ("numpy",)
@@ -33,13 +33,13 @@ class Numpy(Backend):
         return self._result(problem.signature, evaluate(problem, None, self.rule))
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The result and the operands' exact cotangents, rounded to the operands' dtypes."""
+        """Compute the result and the operands' exact cotangents, rounded to the operands' dtypes."""
         e = evaluate(problem, cotangents, self.rule)
         grads = {name: a.astype(problem.operands[name].dtype) for name, a in e.gradients.items()}
         return self._result(problem.signature, e), grads
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
-        """The specification's stages of every chunk, in float64; see ``spec.probe``."""
+        """Return the specification's stages of every chunk, in float64; see ``spec.probe``."""
         s, operands = problem
         return probe(Algebra(FLOAT64, matmul), s, operands, s.chunk_size or CHUNK)
 

@@ -15,7 +15,7 @@ CHUNK = 64
 
 
 class Torch(Backend):
-    """A loop over chunks, on any device of torch's."""
+    """The backend that computes torch tensors with a loop over chunks, on any device."""
 
     name = "torch"
     libraries = ("torch",)
@@ -29,22 +29,22 @@ class Torch(Backend):
         return None
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable once by autograd, and one operation under torch.compile."""
+        """Compute a call. Autograd can differentiate the result, and torch.compile sees one operation."""
         from .torch_chunks import run
 
         return run(problem, problem.signature.chunk_size or CHUNK)
 
-    #: Stages that the loop never forms: ``probe`` derives them with its own solver.
+    #: Stages that the loop never computes; ``probe`` derives them with the loop's own solver.
     derived_stages = ("wy",)
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
-        """The loop's stages of every chunk; see ``spec.probe``."""
+        """Return the loop's stages of every chunk; see ``spec.probe``."""
         from .torch_chunks import probe
 
         return probe(problem, problem.signature.chunk_size or CHUNK)
 
     def rounding(self, signature: Signature) -> Rounding:
-        """Products are float32, whatever the precision allows and whatever is set for torch's own products."""
+        """Return the rounding: products are float32, whatever the precision allows and torch's own settings are."""
         return Rounding(chunk_size=signature.chunk_size or CHUNK)
 
 

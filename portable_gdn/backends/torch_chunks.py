@@ -1,8 +1,8 @@
 """The torch backend's computation: a loop over chunks, with its own gradient.
 
 Sequences of a plain batch advance together, chunk by chunk, on views of the caller's tensors. Packed and segmented
-sequences are sorted by length, longest first, so that in each round those that still have tokens are the leading rows
-of one batch; many short sequences then cost a few rounds, and none shares a product with another.
+sequences are sorted by length, longest first, so that in each round the sequences that still have tokens are the
+leading rows of one batch. Many short sequences then need only a few rounds, and none shares a product with another.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def run(problem: Problem, size: int) -> Result:
 
 def _run(problem: Problem, size: int) -> Result:
     s, x = problem
-    bounds = x.get("cu_seqlens")  # on the host where the caller had them there: that is where the loop needs them
+    bounds = x.get("cu_seqlens")  # the loop needs them on the host, where they stay if the caller had them there
     p = prepare(xp, s, boundaries_as_tensor(x))
     S = p.v.new_zeros((s.N, s.HV, s.K, s.V)) if p.S is None else p.S
-    if s.step or (s.T == 1 and not s.packed):  # one token needs no chunk, nor does a segment start at the first
+    if s.step or (s.T == 1 and not s.packed):  # one token needs no chunk, and no segment starts there
         o, state = _step(s, p, S)
     else:
         o, state = _rule(s, p, S, bounds, size)
@@ -47,7 +47,7 @@ def _run(problem: Problem, size: int) -> Result:
 
 
 def probe(problem: Problem, size: int) -> dict[str, tuple[Any, ...]]:
-    """The stages that ``run`` goes through, chunk by chunk."""
+    """Return the stages that ``run`` computes, chunk by chunk."""
     s, x = problem
     with torch.no_grad(), float32_products(_like(x).device.type):
 
@@ -69,11 +69,14 @@ def _step(s: Signature, p: Prepared, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Plan(NamedTuple):
-    """Packed or segmented sequences, longest first; None stands for a plain batch.
+    """Packed or segmented sequences, longest first; a plain batch has None instead of a plan.
 
-    begin, length: first token (rows laid end to end) and number of tokens of each sequence, on the host.
-    state: row of the given states that it reads; fresh: whether it starts from zeros instead.
-    last: for each row of the final states, the sequence that ends it.
+    Attributes:
+        begin: the first token of each sequence, with rows laid end to end, on the host.
+        length: the number of tokens of each sequence, on the host.
+        state: the row of the given states that it reads.
+        fresh: whether it starts from zeros instead.
+        last: for each row of the final states, the sequence that determines it.
     """
 
     begin: np.ndarray
@@ -108,20 +111,20 @@ _ALGEBRA = Algebra(xp, _product)
 
 
 def _rule(s: Signature, p: Prepared, S: Tensor, bounds: Any, size: int) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] and the final states, by the road that fits the caller: eager, compiled or transformed."""
+    """Compute o [B, T, HV, V] and the final states in the way that fits the caller: eager, compiled or transformed."""
     x = ChunkOperands.of(p[:6], S)
-    if p.q.is_meta:  # shapes alone: where sequences begin is not there to be read
+    if p.q.is_meta:  # shapes only; the boundaries of sequences have no values
         return _operation(*x.rows, S, None, None, s.scale, size)
     if torch.compiler.is_compiling():
         return _operation(*x.rows, S, bounds, p.starts, s.scale, size)
     plan = _plan(p.q, bounds, p.starts)
-    if torch._C._are_functorch_transforms_active():  # its own gradient is not for torch.func; plain operations are
+    if torch._C._are_functorch_transforms_active():  # torch.func needs plain operations
         return _forward(x, plan, s.scale, size)[:2]
     return _Rule.apply(*x.rows, S, plan, s.scale, size)
 
 
 def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, int, int]]:
-    """(rows, first token, tokens) of each round; tokens is the longest chunk of the round."""
+    """Return (rows, first token, tokens) of each round, where tokens is the length of the round's longest chunk."""
     if plan is None:
         return [(B, a, min(size, T - a)) for a in range(0, T, size)]
     longest = int(plan.length[0]) if len(plan.length) else 0
@@ -132,7 +135,7 @@ def _rounds(plan: _Plan | None, B: int, T: int, size: int) -> list[tuple[int, in
 
 
 class _Rows:
-    """Reads and writes the tokens of one round: [rows, H, R, C, D], C a power of two."""
+    """A reader and writer of the tokens of one round, [rows, H, R, C, D], where C is a power of two."""
 
     def __init__(self, plan: _Plan | None, round_: tuple[int, int, int], like: Tensor) -> None:
         rows, self.first, self.count = round_
@@ -164,7 +167,7 @@ class _Rows:
         return rows
 
     def back(self, rows: Tensor) -> Tensor:
-        """[rows, H, R, C, D] as [rows, tokens, HV, D]."""
+        """Reshape [rows, H, R, C, D] to [rows, tokens, HV, D]."""
         return rows.flatten(1, 2).movedim(1, 2)[:, : self.count]
 
     def write(self, x: Tensor | None, rows: Tensor | None) -> None:
@@ -180,9 +183,9 @@ class _Rows:
 def _forward(
     x: ChunkOperands, plan: _Plan | None, scale: float, size: int, keep: bool = False
 ) -> tuple[Tensor, Tensor, list[Any]]:
-    """The loop over all tokens' operands: o, the final states, and with ``keep`` what the backward pass needs.
+    """Loop over the operands of all tokens; return o, the final states, and with ``keep`` the backward pass's values.
 
-    Without ``keep`` it consists of operations that torch can differentiate by itself.
+    Without ``keep`` the loop consists of operations that torch can differentiate by itself.
     """
     q, v, S = x.q, x.v, x.S
     B, T = q.shape[:2]
@@ -219,7 +222,7 @@ def _forward(
 def _backward(
     x: ChunkOperands, plan: _Plan | None, scale: float, kept: list[Any], dO: Tensor, dS: Tensor
 ) -> list[Tensor | None]:
-    """Cotangents of the operands that have a row for each token, and of the given states."""
+    """Return the cotangents of the operands that have a row for each token, and of the given states."""
     heads = x.q.shape[2]
     grads = [None if a is None else torch.zeros_like(a, memory_format=torch.contiguous_format) for a in x.rows]
     if plan is not None:
@@ -245,7 +248,7 @@ def _backward(
 
 
 class _Rule(torch.autograd.Function):
-    """The bare rule with its own gradient: saves the states between chunks and what the chunks solved."""
+    """The bare rule with its own gradient, for which it saves the states between chunks and the chunks' solutions."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -268,8 +271,8 @@ class _Rule(torch.autograd.Function):
         if not torch.is_grad_enabled():
             x = ChunkOperands(*ctx.saved_tensors)
             return (*_backward(x, plan, scale, ctx.kept, dO, dS), None, None, None)
-        # Somebody will differentiate the gradient: it must consist of operations that torch knows.
-        # Views, since one tensor may stand in two places (beta erases and writes) and each is to get its own share.
+        # The gradient will be differentiated, so it must consist of operations that torch knows. The inputs are views,
+        # since one tensor may be two operands (beta is both gates), and each must get its own part.
         views: list[Any] = [None if a is None else a.view_as(a) for a in ctx.saved_tensors]
         wanted = [i for i in range(len(views)) if ctx.needs_input_grad[i]]
         o, final, _ = _forward(ChunkOperands(*views), plan, scale, size)
@@ -283,8 +286,8 @@ class _Rule(torch.autograd.Function):
         return tuple(grads)
 
 
-# torch.compile sees the rule as one opaque operation: traced, its loop would be unrolled. Such an operation takes every
-# tensor as a parameter of its own.
+# torch.compile sees the rule as one opaque operation, since tracing would unroll its loop. Such an operation takes
+# every tensor as a separate parameter.
 
 
 @torch.library.custom_op("portable_gdn::rule", mutates_args=())
@@ -322,7 +325,7 @@ def _operation_backward(
     dO: Tensor,
     dS: Tensor,
 ) -> list[Tensor]:
-    """Computes the forward pass again instead of saving from it."""
+    """Compute the gradient, and for it the forward pass again, instead of saving values."""
     x, plan = ChunkOperands(q, k, v, g, b, w, S), _plan(q, cu_seqlens, starts)
     with float32_products(q.device.type):
         kept = _forward(x, plan, scale, size, keep=True)[2]

@@ -19,7 +19,7 @@ CHUNK = 64
 
 
 class Xla(Backend):
-    """A scan over chunks, for whatever XLA compiles for."""
+    """The backend that computes JAX arrays with a scan over chunks, on any device that XLA compiles for."""
 
     name = "xla"
     libraries = ("jax",)
@@ -27,7 +27,7 @@ class Xla(Backend):
     priority = 30
     slow = True
     counts_axes = True
-    #: Whether operands of products are rounded here as a TPU rounds them, whatever the device.
+    #: Whether operands of products are rounded as on a TPU, whatever the device is.
     emulates = False
 
     def unavailable(self) -> str | None:
@@ -37,7 +37,7 @@ class Xla(Backend):
         return None
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable, and traceable by every JAX transformation."""
+        """Compute a call. The result is differentiable, and every JAX transformation can trace it."""
         from .xla_chunks import compute
 
         return Result(
@@ -45,7 +45,7 @@ class Xla(Backend):
         )
 
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
-        """Compute, and the states after every so many tokens of each row or packed sequence, in one pass."""
+        """Compute a call, and the states after every ``every`` tokens of each row or packed sequence, in one pass."""
         from .xla_chunks import compute_with_states
 
         s, x = problem
@@ -54,13 +54,13 @@ class Xla(Backend):
         return Result(*result), states
 
     def refuses_update(self, signature: Signature) -> str | None:
-        """Why it cannot compute this update, or None."""
+        """Return the reason why it cannot compute this update, or None."""
         if signature.symbolic:
             return "the numbers of tokens and rows of an update must be known when it is compiled"
         return self.refuses(signature)
 
     def update(self, problem: Problem) -> UpdateResult:
-        """The outputs of an update, and its pool, which takes the memory of the one that was given."""
+        """Compute an update, and return its outputs and its pool, which takes over the memory of the given pool."""
         from .xla_update import update
 
         operands, pool = pool_apart(problem.operands)
@@ -69,7 +69,7 @@ class Xla(Backend):
         )
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The result and the operands' cotangents, in one compiled program."""
+        """Compute the result and the operands' cotangents in one compiled program."""
         from .xla_chunks import compute_gradients
 
         size = chunk_size(problem.signature)
@@ -78,21 +78,21 @@ class Xla(Backend):
         )
         return Result(*result), grads
 
-    #: Stages that the scan never forms: ``probe`` derives them with its own solver.
+    #: Stages that the scan never computes; ``probe`` derives them with the scan's own solver.
     derived_stages = ("wy",)
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
-        """The scan's stages of every chunk; see ``spec.probe``."""
+        """Return the scan's stages of every chunk; see ``spec.probe``."""
         from .xla_chunks import probe
 
         return probe(problem.signature, chunk_size(problem.signature), problem.operands, self.emulates)
 
     def emulating(self) -> Xla:
-        """This backend with the roundings of a TPU's matrix unit."""
+        """Return this backend with the roundings of a TPU's matrix unit."""
         return Emulated()
 
     def rounding(self, signature: Signature) -> Rounding:
-        """On a CPU products are float32, unless emulated; on a TPU they round what the precision allows."""
+        """Return the rounding: float32 products on a CPU unless emulated; on a TPU, all that the precision allows."""
         size = chunk_size(signature)
         if signature.device == "cpu" and not self.emulates:
             return Rounding(HIGHEST, size)
@@ -110,7 +110,7 @@ class Emulated(Xla):
 
 
 def pool_apart(operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An update's operands without its pool, and the pool's; integers on the host as JAX holds them, cut to 32 bits."""
+    """Separate an update's operands from its pool. Integers on the host are cut to 32 bits, as in JAX."""
     limits = np.iinfo(np.int32)
     pool = {name: a for name, a in operands.items() if name.startswith("pool.")}
     rest = {
@@ -124,7 +124,7 @@ def pool_apart(operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def chunk_size(s: Signature) -> int:
-    """Tokens a chunk: a power of two, no larger than the sequence needs."""
+    """Return the number of tokens per chunk: a power of two, no larger than the sequence needs."""
     if s.symbolic:
         return s.chunk_size or CHUNK
     return min(s.chunk_size or CHUNK, 1 << max(s.T - 1, 0).bit_length())

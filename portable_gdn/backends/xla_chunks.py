@@ -1,9 +1,9 @@
 """The xla backend's computation: one scan over chunks, with its own gradient.
 
-A chunk is a window of C tokens of the caller's own layout, read and written where it lies: nothing is transposed,
-padded or gathered as a whole. A table says for each chunk where its window starts, which of its tokens count and which
-state it carries on, so that packed sequences (whose boundaries may be values that only the device knows) and plain
-batches are the same scan. Tokens of a window that do not count are zeros, which change nothing.
+A chunk is a window of C tokens in the caller's own layout, read and written in place: no whole operand is transposed,
+padded or gathered. A table gives for each chunk the start of its window, the tokens that count and the state that it
+continues, so that one scan computes both plain batches and packed sequences, whose boundaries may be known only to the
+device. Tokens of a window that do not count are zeros, which change nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ Array = Any
 def compute(
     s: Signature, size: int, operands: dict[str, Array], emulate: bool = False
 ) -> tuple[Array, Array | None, Array | None]:
-    """o, state and convolution state of a call, in chunks of ``size`` tokens; ``emulate``: see ``product``."""
+    """Compute o, state and convolution state of a call in chunks of ``size`` tokens; see ``product`` for ``emulate``.
+
+    A state that the call does not return is None.
+    """
     return _run(s, size, operands, emulate)[0]
 
 
@@ -47,8 +50,10 @@ def compute(
 def compute_with_states(
     s: Signature, size: int, every: int, operands: dict[str, Array], emulate: bool = False
 ) -> tuple[tuple[Array, Array | None, Array | None], Array]:
-    """What ``compute`` returns, and the states after every so many tokens of each sequence, [B, T // every, ...]; of
-    packed sequences one after the other, and zeros behind the last."""
+    """Return the results of ``compute``, and the states [B, T // every, ...] after every ``every`` tokens.
+
+    The states of packed sequences follow one another, and zeros fill the remaining places.
+    """
     return _run(s, size, operands, emulate, every)
 
 
@@ -57,7 +62,7 @@ def compute_with_states(
 def compute_gradients(
     s: Signature, size: int, operands: dict[str, Array], cotangents: dict[str, Array], emulate: bool = False
 ) -> Any:
-    """What ``compute`` returns, and the cotangents of the float operands from those of "o" and "state"."""
+    """Return the results of ``compute``, and the cotangents of the float operands from those of "o" and "state"."""
     run = lambda problem: Result(*_run(s, size, problem.operands, emulate)[0])  # noqa: E731
     result, found = jax_arrays.gradients(run, Problem(s, operands), cotangents)
     return tuple(result), found
@@ -65,7 +70,7 @@ def compute_gradients(
 
 @own_settings
 def probe(s: Signature, size: int, operands: dict[str, Array], emulate: bool = False) -> dict[str, tuple[Any, ...]]:
-    """The stages that ``compute`` goes through, chunk by chunk, each chunk one compiled program."""
+    """Return the stages that ``compute`` goes through, chunk by chunk, with each chunk one compiled program."""
     algebra = Algebra(jnp, product(s.precision, emulate))
 
     @jax.jit
@@ -88,7 +93,7 @@ def _run(
         table = _table(s, size, operands.get("cu_seqlens"), every)
         x = ChunkOperands.of(p[:6], S, p.starts)
         o, state, states = _rule(_Program(s, size, emulate, every), x, table)
-    if states is not None:  # [T // every, B, ..], or of packed sequences [T // every, 1, ..]
+    if states is not None:  # [T // every, B, ..], or [T // every, 1, ..] for packed sequences
         states = swap_state(jnp, s, jnp.swapaxes(states, 0, 1))
     state = swap_state(jnp, s, state) if s.output_final_state else None
     return (finish(jnp, s, operands, o), state, p.conv_state), states
@@ -103,12 +108,12 @@ def _step(s: Signature, p: Prepared, S: Array) -> tuple[Array, Array]:
 
 
 def _contract_few(xp: Any, rows: Array, S: Array) -> Array:
-    """S^T row for few rows: there XLA on a CPU is several times slower at the elementwise sum than at a product."""
+    """Compute S^T row; for few rows, XLA on a CPU is several times slower at the elementwise sum than at a product."""
     return lax.platform_dependent(rows, S, cpu=_batched, default=partial(weighted_sum, jnp))
 
 
 def _batched(rows: Array, S: Array) -> Array:
-    """S^T row as one batch of products, in float32."""
+    """Compute S^T row as one batch of products, in float32."""
     rows = jnp.broadcast_to(rows, S.shape[:-1])
     flat = jnp.matmul(
         jnp.reshape(rows, (-1, 1, S.shape[-2])), jnp.reshape(S, (-1, *S.shape[-2:])), precision=lax.Precision.HIGHEST
@@ -117,8 +122,11 @@ def _batched(rows: Array, S: Array) -> Array:
 
 
 def _table(s: Signature, size: int, cu_seqlens: Any, every: int | None) -> Any:
-    """The chunks, int32 [chunks, 4]: first token that counts, end of those, state, and place among the states that are
-    returned on the way (``T // every`` for a chunk that does not end at a multiple of ``every``)."""
+    """Return the table of chunks, int32 [chunks, 4].
+
+    The columns are the first token that counts, the end of those that do, the state, and the place among the
+    intermediate states that are returned (``T // every`` for a chunk that does not end at a multiple of ``every``).
+    """
     if cu_seqlens is None and s.symbolic:
         first = jnp.arange((s.T + size - 1) // size, dtype=jnp.int32) * size
         rest = jnp.zeros_like(first)
@@ -126,7 +134,8 @@ def _table(s: Signature, size: int, cu_seqlens: Any, every: int | None) -> Any:
     block = s.T if every is None else every  # chunks do not cross its multiples
     in_block = -(-block // size)
     xp: Any = np if cu_seqlens is None else jnp
-    # Values of boundaries may be known to the device alone: a table of the largest length possible, indices bound by T.
+    # The values of boundaries may be known only to the device, so the table has the largest possible length, and
+    # indices are bounded by T.
     bounds = np.array([0, s.T]) if cu_seqlens is None else jnp.clip(jnp.asarray(cu_seqlens).astype(jnp.int32), 0, s.T)
     length = xp.maximum(bounds[1:] - bounds[:-1], 0)
     blocks = length // block
@@ -149,10 +158,10 @@ def _table(s: Signature, size: int, cu_seqlens: Any, every: int | None) -> Any:
 
 
 def product(precision: str, emulate: bool) -> Any:
-    """The product at the precision that this one allows: lax's HIGHEST, HIGH (three passes) or DEFAULT (one).
+    """Return the matrix product for a precision: lax's HIGHEST, HIGH (three passes) or DEFAULT (one pass).
 
-    A CPU computes all of them in float32. ``emulate``: operands are rounded as a TPU's matrix unit takes them at that
-    level, which ends in the same sums but for their order.
+    A CPU computes all of them in float32. With ``emulate``, operands are rounded as a TPU's matrix unit rounds them at
+    that level, which gives a TPU's sums except for their order.
     """
     levels = jax.lax.Precision
     inputs = [name for name, kept in DEFAULT.items() if kept == "bfloat16"]
@@ -170,7 +179,7 @@ def product(precision: str, emulate: bool) -> Any:
         multiply = partial(jnp.matmul, precision=levels.HIGHEST)
         if level == levels.HIGHEST:
             return multiply(a, b)
-        # Not by a cast there and back, which XLA takes for nothing.
+        # A cast to bfloat16 and back would not do: XLA removes it.
         rounded = partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
         high = [rounded(a), rounded(b)]
         if level == levels.DEFAULT:
@@ -182,7 +191,7 @@ def product(precision: str, emulate: bool) -> Any:
 
 
 class Windows:
-    """Reads and writes the windows of one chunk: rows of [B, T, heads, D] as [B, H, R, C, D] and back."""
+    """A reader and writer of the windows of one chunk: rows of [B, T, heads, D] as [B, H, R, C, D], and back."""
 
     def __init__(self, s: Signature, entry: Any, size: int, length: int) -> None:
         self.s, self.size = s, size
@@ -211,23 +220,23 @@ class Windows:
         return lax.dynamic_update_slice_in_dim(x, rows, self.begin, axis=1)
 
     def take(self, S: Any) -> Any:
-        """The state that the chunk carries on: [B, H, R, K, V]."""
+        """Return the state that the chunk continues, [B, H, R, K, V]."""
         return lax.dynamic_slice_in_dim(S, self.slot, 1, axis=0) if self.s.packed else S
 
     def put(self, S: Any, new: Any) -> Any:
         if not self.s.packed:
             return new
-        new = jnp.where(self.used, new, self.take(S))  # spare chunks must not even turn -0.0 into 0.0
+        new = jnp.where(self.used, new, self.take(S))  # unused chunks must not even turn -0.0 into 0.0
         return lax.dynamic_update_slice_in_dim(S, new, self.slot, axis=0)
 
 
 class _Program(NamedTuple):
-    """What the rule's compiled program depends on beside the shapes of its operands."""
+    """The constants on which the rule's compiled program depends, in addition to the shapes of its operands."""
 
     s: Signature
-    size: int  # tokens a chunk
+    size: int  # tokens per chunk
     emulate: bool  # see product
-    every: int | None  # the states after every so many tokens are results, too
+    every: int | None  # if given, the states after every so many tokens are also results
 
     @property
     def algebra(self) -> Algebra:
@@ -249,7 +258,7 @@ def _forward(program: _Program, x: ChunkOperands, table: Array, keep: bool) -> t
         return (window.write(o, out), window.put(S, after), states), ((saved, part.S) if keep else None)
 
     o = varying_like(jnp.zeros((s.B, length, s.HV, s.V), jnp.float32), S)
-    states = None  # or those on the way, and behind them what no one reads
+    states = None  # or the intermediate states, followed by one that is not read
     if program.every is not None:
         states = varying_like(jnp.zeros((s.T // program.every + 1, s.B, *S.shape[1:]), jnp.float32), S)
     (o, S, states), saved = lax.scan(step, (o, S, states), tuple(table.T))
@@ -261,11 +270,16 @@ def _forward(program: _Program, x: ChunkOperands, table: Array, keep: bool) -> t
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
 def _rule(program: _Program, x: ChunkOperands, table: Array) -> tuple[Array, Array, Array | None]:
-    """The bare rule: o [B, T, HV, V], the final states [N, HV, K, V], and those after every so many tokens
-    [T // every, B, HV, K, V], or None.
+    """Compute the bare rule.
 
     Args:
-        x: operands of all tokens, [B, T, heads, ...], with ``starts`` [B, T]. table: see ``_table``.
+        program: the constants of the program.
+        x: the operands of all tokens, [B, T, heads, ...], with ``starts`` [B, T].
+        table: see ``_table``.
+
+    Returns:
+        o [B, T, HV, V], the final states [N, HV, K, V], and the states [T // every, B, HV, K, V] after every so many
+        tokens, or None.
     """
     return _rule_forward(program, x, table, keep=False)[0]
 
@@ -294,7 +308,7 @@ def _rule_backward(program: _Program, kept: Any, cotangents: tuple[Array, Array,
     dO = longer(dO, length)
     by_group = (s.H, s.HV // s.H, s.K, s.V)
     dS = jnp.reshape(dS, (s.N, *by_group))
-    if d_states is not None:  # zeros for chunks that gave none
+    if d_states is not None:  # zeros for chunks that returned no state
         d_states = jnp.reshape(jnp.pad(d_states, ((0, 1), *[(0, 0)] * 4)), (-1, s.B, *by_group))
 
     def step(carry: Any, item: Any) -> Any:
@@ -322,7 +336,10 @@ _rule.defvjp(_rule_forward, _rule_backward)
 
 
 def _at_least(x: ChunkOperands, size: int) -> tuple[ChunkOperands, int]:
-    """Operands of at least one chunk of tokens, and how many: a symbolic number of tokens is padded by one chunk."""
+    """Pad operands to at least one chunk of tokens, and return them with the number of tokens.
+
+    A symbolic number of tokens is padded by one chunk.
+    """
     length = x.q.shape[1]
     if not isinstance(length, int):
         length = length + size
@@ -335,13 +352,13 @@ def _at_least(x: ChunkOperands, size: int) -> tuple[ChunkOperands, int]:
 
 
 def longer(a: Array, length: int) -> Array:
-    """[B, T, ...] filled up with zeros to ``length`` tokens."""
+    """Pad [B, T, ...] with zeros to ``length`` tokens."""
     more = length - a.shape[1]
     return a if isinstance(more, int) and more == 0 else jnp.pad(a, [(0, 0), (0, more)] + [(0, 0)] * (a.ndim - 2))
 
 
 def _chunk(window: Windows, x: ChunkOperands, S: Array) -> ChunkOperands:
-    """The window's tokens of the operands, with the state at its start; ``starts`` as [B, 1, 1, C, 1]."""
+    """Return the operands of the window's tokens, with the state at its start and ``starts`` as [B, 1, 1, C, 1]."""
     starts = None
     if x.starts is not None:
         starts = (window._slice(x.starts) & window.counts)[:, None, None, :, None]

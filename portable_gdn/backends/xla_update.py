@@ -1,9 +1,9 @@
 """An update of a pool of states by XLA: one compiled program for all batches of some shapes.
 
-Tokens that wait, or did, and single tokens go step by step, all rows beside each other: what each row's slot holds,
-what was accepted of its waiting tokens, and then its own tokens, in one loop whose turns are all the same program. So a
-window, the same tokens one at a time, and what is computed again after a rejection agree to the bit. Longer rows go
-chunk by chunk, each reading and writing its slot where it lies.
+Tokens that wait or have waited, and single tokens, are computed step by step for all rows at once: from the states in
+each row's slot, first the accepted ones of its waiting tokens and then its own, in one loop that runs one program in
+every iteration. A window, its tokens one at a time, and the tokens computed again after a rejection therefore agree bit
+for bit. Longer rows are computed chunk by chunk, and each reads and writes its slot in place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .xla_chunks import Windows, longer, product
 
 __all__ = ["Steps", "Under", "step_by_step", "update", "updated"]
 
-#: Operands with tokens that the rule is computed from; the others act on its output.
+#: Operands with tokens from which the rule is computed; the others act on its output.
 BEFORE_THE_RULE = tuple(name for name in PER_TOKEN if not OPERANDS[name].output)
 
 Array = Any
@@ -51,10 +51,14 @@ Arrays = dict[str, Array]
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="emulate", donate_argnums=(3,))
 @own_settings
 def update(s: Signature, size: int, operands: Arrays, pool: Arrays, emulate: bool = False) -> tuple[Array, Arrays]:
-    """The outputs of an update and its pool, whose memory the new one takes.
+    """Compute an update, and return its outputs and the new pool, which takes over the memory of the given one.
 
     Args:
-        size: tokens a chunk. operands: without the pool's. emulate: round products as a TPU does.
+        s: the update.
+        size: the number of tokens per chunk.
+        operands: the operands without those of the pool.
+        pool: the operands of the pool.
+        emulate: whether to round products as on a TPU.
     """
     return updated(s, Algebra(jnp, product(s.precision, emulate)), size, operands, pool)
 
@@ -67,7 +71,7 @@ def updated(
     pool: Arrays,
     steps: Callable[[Under], Steps] | None = None,
 ) -> tuple[Array, Arrays]:
-    """What ``update`` returns, inside of a trace; ``steps`` is another way to go step by step than XLA's."""
+    """Compute what ``update`` returns, inside a trace; ``steps`` replaces XLA's way of computing step by step."""
     held = varying({**operands, **pool})
     u = Under(s, {name: held[name] for name in operands}, {name: held[name] for name in pool})
     done = step_by_step(u, u.states()) if steps is None else steps(u)
@@ -77,15 +81,18 @@ def updated(
         long = (u.rows.length > u.most) & u.rows.alive
         run = partial(_chunks, u, algebra, size, long)
         pool[RECURRENT], o = lax.cond(jnp.any(long), run, lambda states, o: (states, o), pool[RECURRENT], o)
-    if s.norm is not None:  # of padding, too, whose gates may be anything
+    if s.norm is not None:  # padding is normed, too, and its gates may be anything
         o = normed(jnp, s, held, o)
         o = jnp.where(token_rows(jnp, s, u.rows, o)[1][:, None, None], o, 0.0)
     return o.astype(s.dtype), pool
 
 
 class Steps(NamedTuple):
-    """What steps leave: o [N, P, HV, V]; the states to commit [N, HV, K, V], or None; those at checkpoints, one array
-    for each of the multiples that a row's steps can reach; and the pool's states where they are committed already."""
+    """The results of the steps.
+
+    They are o [N, P, HV, V]; the states to commit [N, HV, K, V], or None; the states at checkpoints, one array for each
+    multiple that a row's steps can reach; and the pool's states if they are already committed.
+    """
 
     o: Array
     states: Array | None
@@ -94,9 +101,10 @@ class Steps(NamedTuple):
 
 
 class Under:
-    """An update under way: its rows, and the tokens of each that go step by step, [N, P, ...].
+    """An update in progress: its rows, and the tokens of each that are computed step by step, [N, P, ...].
 
-    most: own tokens of a row that go step by step. places: P, those and the ones that wait.
+    ``most`` is the largest number of a row's own tokens that are computed step by step. ``places`` is P, the number of
+    these and the waiting tokens together.
     """
 
     def __init__(self, s: Signature, x: Arrays, pool: Arrays) -> None:
@@ -116,17 +124,17 @@ class Under:
         self.past = self._of_rows(CONV) if s.conv is not None else None
 
     def _of_rows(self, name: str) -> Array:
-        """What the rows' slots hold, zeros where a row reads none, in float32."""
+        """Return the contents of the rows' slots in float32, and zeros for rows that read none."""
         found = self.pool[name][self.rows.read].astype(jnp.float32)
         there = jnp.reshape(self.rows.read > 0, (-1, *(1,) * (found.ndim - 1)))
         return jnp.where(there, found, 0.0)
 
     def states(self) -> Array:
-        """The states that the rows start from, [N, HV, K, V]."""
+        """Return the states from which the rows start, [N, HV, K, V]."""
         return swap_state(jnp, self.s, self._of_rows(RECURRENT))
 
     def at(self, name: str, place: Array) -> Array:
-        """An operand's tokens at some places [N, P] of each row: its accepted ones, then its own; others are zeros."""
+        """Return an operand's tokens at places [N, P] of each row: the accepted ones, then its own, then zeros."""
         rows, own = self.rows, self.x[name]
         if name in GATES:
             own = own.astype(jnp.float32)
@@ -136,14 +144,14 @@ class Under:
         again = place < rows.accepted[:, None]
         zero = jnp.zeros((), found.dtype)
         found = jnp.where(wide(~again & (place < (rows.accepted + rows.length)[:, None]) & (place >= 0)), found, zero)
-        if name not in self.held:  # q of the bare rule: what was put out is not put out again
+        if name not in self.held:  # q of the bare rule: waiting tokens had their output already
             return found
         old = jnp.take_along_axis(self.held[name], wide(jnp.clip(place, 0, self.kind.room - 1)), axis=1)
         old = jnp.reshape(old, found.shape).astype(found.dtype)
         return jnp.where(wide(again & (place >= 0)), old, found)
 
     def inputs_after(self, count: Array) -> Array:
-        """The convolution's last inputs [N, W - 1, channels] when so many of a row's tokens [N] are committed."""
+        """Return the convolution's last inputs [N, W - 1, channels] after ``count`` [N] of the rows' tokens."""
         assert self.s.conv is not None
         assert self.past is not None
         reach = self.s.conv.width - 1
@@ -152,7 +160,7 @@ class Under:
         return jnp.where((place < 0)[..., None], before, self.at("qkv", place).astype(jnp.float32))
 
     def prepared(self) -> Any:
-        """The tokens that go step by step, as the bare rule takes them, [N, P, heads, ...]."""
+        """Return the tokens that are computed step by step as operands of the bare rule, [N, P, heads, ...]."""
         s = self.s
         place = jnp.broadcast_to(jnp.arange(self.places, dtype=jnp.int32), (s.N, self.places))
         x = {name: self.at(name, place) for name in self.x if name in BEFORE_THE_RULE}
@@ -162,7 +170,7 @@ class Under:
         return prepare(jnp, _replaced(call_of(s, B=s.N, T=self.places), {**x, **rest}), {**x, **rest})
 
     def gates(self, places: int) -> tuple[Array | None, Array | None, Array | None]:
-        """g, b and w of the first so many places of each row, [N, places, HV, n], as ``prologue.gates`` has them."""
+        """Return g, b and w of the first ``places`` places of each row, [N, places, HV, n]; see ``prologue.gates``."""
         s = self.s
         place = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (s.N, places))
         x = {name: self.at(name, place) for name in self.x if name in GATES}
@@ -170,7 +178,7 @@ class Under:
         return gates(jnp, _replaced(call_of(s, B=s.N, T=places), {**x, **rest}), {**x, **rest})
 
     def outputs(self, o: Array) -> Array:
-        """o [T, HV, V] float32 of the tokens that went step by step, from [N, P, HV, V]; zeros elsewhere."""
+        """Return o [T, HV, V] in float32 from o [N, P, HV, V] of the steps, with zeros for all other tokens."""
         row, there = token_rows(jnp, self.s, self.rows, o)
         place = jnp.arange(self.s.T, dtype=jnp.int32) - self.rows.begin[row] + self.rows.accepted[row]
         there = there & (self.own[row] > 0)
@@ -178,17 +186,20 @@ class Under:
         return jnp.where(there[:, None, None], found, 0.0)
 
     def slots(self, which: Array, slot: Array) -> Array:
-        """Slots to write, [N]; that of a row that writes none lies behind the pool's last, where nothing is written."""
+        """Return the slots to write, [N].
+
+        A row that writes no slot gets one after the pool's last, to which nothing is written.
+        """
         return jnp.where(which & (slot > 0) & (slot < self.kind.slots), slot, self.kind.slots).astype(jnp.int32)
 
     def checkpoints(self, number: int) -> tuple[Array, Array]:
-        """The count of a row's committed tokens at its checkpoint ``number``, and the slot for it, or none."""
+        """Return the number of committed tokens at each row's checkpoint ``number``, and the slot for it, or none."""
         at = crossed(self.rows, self.kind.checkpoint_every, number)
         slot = jnp.asarray(self.x["batch.checkpoint_indices"])[:, number]
         return at, self.slots(self.rows.alive & (at <= self.rows.committed), slot)
 
     def written(self, done: Steps) -> Arrays:
-        """The pool with what steps committed, the inputs of the convolution at the rows' ends, and what waits now."""
+        """Return the pool with committed states, the convolution's inputs at the rows' ends, and waiting tokens."""
         s, rows, pool = self.s, self.rows, dict(self.pool)
         put = lambda name, slot, a: pool[name].at[slot].set(a.astype(pool[name].dtype), mode="drop")  # noqa: E731
         write = self.slots(rows.alive, rows.write)
@@ -225,21 +236,22 @@ class Under:
 
     @property
     def checkpoints_in_steps(self) -> int:
-        """How many multiples the tokens that go step by step can reach, and have slots for."""
+        """The number of checkpoints that the tokens of the steps can reach and have slots for."""
         return min(self.kind.columns, self._most_checkpoints(self.places))
 
 
 def _replaced(s: Signature, x: Mapping[str, Array]) -> Signature:
-    """A signature with the operands that there are, q, k and v in one array where a convolution precedes the rule."""
+    """Return a signature for the operands that exist; q, k and v are one array if a convolution precedes the rule."""
     conv = None if s.conv is None else s.conv._replace(fused=True)
     return call_of(s, operands=tuple(x), conv=conv, update=s.update)
 
 
 def step_by_step(u: Under, S: Array) -> Steps:
-    """Accepted tokens, then those of rows that are no longer than a window, all rows beside each other.
+    """Compute accepted tokens, then the tokens of rows no longer than a window, for all rows at once.
 
     Args:
-        S: states that rows start from, [N, HV, K, V].
+        u: the update.
+        S: the states from which rows start, [N, HV, K, V].
     """
     s, rows = u.s, u.rows
     p = prepare_heads(u)
@@ -273,7 +285,7 @@ def step_by_step(u: Under, S: Array) -> Steps:
 
 
 def prepare_heads(u: Under) -> list[Array | None]:
-    """q, k, v, g, b and w of the tokens that go step by step, by key head: [N, P, H, heads, ...]."""
+    """Return q, k, v, g, b and w of the tokens that are computed step by step, by key head: [N, P, H, heads, ...]."""
     s, p = u.s, u.prepared()
     return [
         None if a is None else jnp.reshape(a, (s.N, u.places, s.H, a.shape[2] // s.H, a.shape[3]))
@@ -285,10 +297,15 @@ def prepare_heads(u: Under) -> list[Array | None]:
 
 
 def _chunks(u: Under, algebra: Algebra, size: int, long: Array, states: Array, o: Array) -> tuple[Array, Array]:
-    """The pool's states [S, ...] with long rows' tokens committed, and o [T, HV, V] with their outputs.
+    """Compute the long rows; return the pool's states [S, ...] after them, and o [T, HV, V] with their outputs.
 
     Args:
-        long: the rows, boolean [N].
+        u: the update.
+        algebra: the array namespace and the matrix product to use.
+        size: the number of tokens per chunk.
+        long: which rows are long, boolean [N].
+        states: the pool's states, [S, ...].
+        o: the outputs so far, [T, HV, V].
     """
     s = u.s
     x = {name: a[None] for name, a in u.x.items() if name in BEFORE_THE_RULE}
@@ -298,7 +315,7 @@ def _chunks(u: Under, algebra: Algebra, size: int, long: Array, states: Array, o
     x["cu_seqlens"] = jnp.clip(jnp.asarray(u.x["batch.query_start_loc"]), 0, s.T).astype(jnp.int32)
     call = _replaced(call_of(s), x)
     p = prepare(jnp, call, x)
-    # No window is moved to fit in: a row's bits must not depend on where its tokens lie.
+    # No window is moved to fit in, because a row's bits must not depend on the place of its tokens.
     length = s.T + size
     rows = [None if a is None else longer(a, length) for a in p[: len("qkvgbw")]]
     table, used = _table(u, size, long)
@@ -324,16 +341,17 @@ def _chunks(u: Under, algebra: Algebra, size: int, long: Array, states: Array, o
 
 
 def _table(u: Under, size: int, long: Array) -> tuple[Array, Array]:
-    """The chunks of long rows, int32 [chunks, 5], and how many they are: first token, end, whether a row begins with
-    it, its slot, and the slot for the states after it (its own again where they are no checkpoint).
+    """Return the table of the chunks of long rows, int32 [chunks, 5], and their number.
 
-    Chunks do not cross multiples of ``checkpoint_every``, from which they are counted.
+    The columns are the first token, the end, whether a row begins with the chunk, its slot, and the slot for the states
+    after it (its own again if they are not a checkpoint). Chunks do not cross multiples of ``checkpoint_every``, from
+    which they are counted.
     """
     s, kind, rows = u.s, u.kind, u.rows
     length = jnp.where(long, rows.length, 0)
     every = kind.checkpoint_every or s.T + size  # no row has so many tokens
     in_block = -(-every // size)
-    before = rows.start + rows.accepted  # tokens of the request
+    before = rows.start + rows.accepted  # the number of the request's tokens
     phase = before % every if kind.checkpoint_every else jnp.zeros_like(before)
     stop = phase + length
     chunks = stop // every * in_block - (-(stop % every) // size) - phase // size
