@@ -41,6 +41,7 @@ from .api import BoundedGate, Gate, SoftplusGate, gated_delta_rule
 from .door import library_of
 from .spec.errors import GdnError, bad, check_keywords
 from .spec.gates import sigmoid
+from .spec.operands import WRITE_GATES
 
 __all__ = [
     "chunk_delta_rule",
@@ -242,7 +243,7 @@ def _piece(
     """The outputs of this process's tokens, one piece of those of a group."""
     from .parallel.ranks import run_ranks
 
-    gates = {name: options.pop(name) for name in ("beta", "erase", "write") if options.get(name) is not None}
+    gates = {name: options.pop(name) for name in WRITE_GATES if options.get(name) is not None}
     x = {name: a for name, a in {"q": q, "k": k, "v": v, "g": g, **gates}.items() if a is not None}
     options = {name: a for name, a in options.items() if name != "cu_seqlens"} | {"output_final_state": True}
 
