@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,6 +38,33 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 SIZES = {"B": 2, "T": 40, "H": 2, "HV": 4, "K": 16, "V": 24}  # with chunks of 16: two whole ones and a short one
 SMALL = {"chunk_size": 16}
 DECAYS = {"DeltaNet": 0, "GDN": 1, "tile-grouped": 2, "KDA": -1, "GDN-2": -1, "GLA": -1, "GLA (scalar)": 1}
+
+
+
+def median_ns(call: Callable[[], Any], times: int = 500) -> float:
+    """The median time of a call, in nanoseconds of the clock on the wall."""
+    took = []
+    for _ in range(times):
+        start = time.perf_counter_ns()
+        call()
+        took.append(time.perf_counter_ns() - start)
+    return statistics.median(took)
+
+
+def _plain_python() -> int:
+    """What takes 10 microseconds where the limits of the tests were set: calls, tuples, dictionaries, attributes."""
+    seen: dict[tuple[str, int], Any] = {}
+    for i in range(40):
+        key = ("a", i & 7)
+        if key not in seen and isinstance(i, int):
+            seen[key] = dict(name=key, index=i)
+        seen.get(key, None)
+    return len(seen)
+
+
+def slowness() -> float:
+    """How many times longer plain Python takes now than on the quiet machine where limits were set; at least 1."""
+    return max(1.0, median_ns(_plain_python) / 10e3)
 
 
 def make(

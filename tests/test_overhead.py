@@ -1,12 +1,13 @@
-"""What validation and choice cost a call: at most 20 microseconds, a call like an earlier one."""
+"""What validation and choice cost a call: at most 20 microseconds, a call like an earlier one.
+
+The limit is of a machine with nothing else to do. Here others may be at work on the same cores, and so the time of a
+call is compared with that of plain Python beside it, in turn.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import pytest
-from conftest import make
+from conftest import make, median_ns, slowness
 
 import portable_gdn as pg
 from portable_gdn.parallel import calls
@@ -36,12 +37,5 @@ def test_the_door_costs_less_than_20_microseconds(framework, packed, monkeypatch
         pg.gated_delta_rule(q, k, v, g, beta=beta, initial_state=state, output_final_state=True, cu_seqlens=bounds)
 
     enter()
-    medians = []
-    for _ in range(3):
-        times = []
-        for _ in range(2000):
-            start = time.perf_counter_ns()
-            enter()
-            times.append(time.perf_counter_ns() - start)
-        medians.append(statistics.median(times) / 1e3)
-    assert min(medians) < 20, f"{min(medians):.1f} us"
+    took = min(median_ns(enter) / slowness() for _ in range(10)) / 1e3
+    assert took < 20, f"{took:.1f} us"

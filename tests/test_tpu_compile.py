@@ -133,7 +133,8 @@ def test_compiles_for_one_chip():
 def test_layers_keep_less_where_more_is_computed_again():
     code = """
 import tpu_memory as m
-print(*(m.kept("v6e", "gdn", "fast", again, 4, 8192, 16, 128) for again in m.WAYS))
+shapes = (4, 3, 128), (1, 8192, 16, 128)
+print(*(m.temporaries("v6e", m.program("gdn", "fast", again), *shapes) for again in m.WAYS))
 """
     where = Path(__file__).parents[1] / "benchmarks"
     done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True)
