@@ -58,7 +58,7 @@ def measure(contestants: dict[str, Callable[[], Any]], rounds: int, calls: int) 
 def contestants(library: str, T: int, x: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
     """What to time for one library and length."""
     import portable_gdn as pg
-    from portable_gdn import api, door
+    from portable_gdn import door
     from portable_gdn.spec.problem import Options
 
     step = T == 0
@@ -67,10 +67,7 @@ def contestants(library: str, T: int, x: dict[str, np.ndarray]) -> dict[str, Cal
     a, ready, nothing = {"jax": _jax, "torch": _torch}[library](x)
 
     def normalised() -> Any:
-        found, chosen = api._rule_call(
-            a["q"], a["k"], a["v"], a["g"], a["beta"], None, None, a["initial_state"], None, None, None, None, options
-        )
-        return door.normalise(found, chosen, backend)
+        return door.normalise(a, options, backend)
 
     def first() -> Any:
         door._CALLS.clear()

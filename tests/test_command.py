@@ -209,7 +209,7 @@ SENTENCE = "portable-gdn: interrupted; nothing was concluded, and nothing was wr
 def interrupted(process, after):
     time.sleep(after)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 

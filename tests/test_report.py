@@ -91,7 +91,7 @@ def test_a_browser_sorts_the_table(pages, tmp_path):
     click = "<script>document.querySelectorAll('#results th')[9].click()</script></body>"
     path.write_text(pages["differs"][1].replace("</body>", click))
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     used = [float(row.split('"')[0]) for row in re.findall(r'<td data-v="([^>]*)><span class="used">', shown)]
     assert len(used) > 10
     assert used == sorted(used, reverse=True)

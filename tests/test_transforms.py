@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from conftest import SMALL, assert_all_close, assert_close, call, make, oracle
+from conftest import SMALL, assert_all_close, assert_close, call, make, oracle, slowness
 
 import portable_gdn as pg
 from portable_gdn.spec.oracle import Core, token_by_token
@@ -478,7 +478,7 @@ assert f(torch.zeros(1, 3, 1, 4)).shape == (1, 3, 1, 4)
 
 
 def _python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -494,7 +494,7 @@ assert not {"torch", "jax", "rich", "typer", "scipy"} & set(sys.modules)
 portable_gdn.gated_delta_rule, portable_gdn.GdnError, portable_gdn.ShortConv, portable_gdn.register_backend
 assert not {"torch", "jax", "rich", "typer", "scipy"} & set(sys.modules)
 """
-    assert statistics.median(float(_python(code)) for _ in range(5)) < 0.3
+    assert statistics.median(float(_python(code)) for _ in range(5)) < 0.3 * slowness()
 
 
 def test_numpy_arrays_need_neither_torch_nor_jax():

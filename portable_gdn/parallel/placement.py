@@ -128,14 +128,15 @@ def _check_devices(s: Signature, operands: Mapping[str, Array], mesh: Any) -> No
 def _shardings(s: Signature, operands: Mapping[str, Array]) -> Iterator[tuple[str, Any, tuple[Axes, ...]]]:
     """Name, mesh and axes by dimension of each operand that says how it is sharded over more than one device."""
     jax = sys.modules["jax"]
-    explicit = jax.sharding.AxisType.Explicit
+    explicit, named, traced = jax.sharding.AxisType.Explicit, jax.sharding.NamedSharding, s.traced
     for name, x in operands.items():
-        if not isinstance(x, jax.Array):
+        if traced:
+            where = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+        else:  # every call comes here, and whether something is a jax.Array takes half a microsecond to find out
+            where = getattr(x, "sharding", None)
+        if not isinstance(where, named) or where.mesh.size == 1:
             continue
-        where = jax.typeof(x).sharding if s.traced else x.sharding
-        if not isinstance(where, jax.sharding.NamedSharding) or where.mesh.size == 1:
-            continue
-        if s.traced and explicit not in where.mesh.axis_types:
+        if traced and explicit not in where.mesh.axis_types:
             continue
         spec = (*where.spec, *[None] * (x.ndim - len(where.spec)))
         entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
