@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 # Before JAX and rich are imported. Most of these tests' time is XLA compiling small programs that run once: it need not
@@ -38,6 +39,18 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 SIZES = {"B": 2, "T": 40, "H": 2, "HV": 4, "K": 16, "V": 24}  # with chunks of 16: two whole ones and a short one
 SMALL = {"chunk_size": 16}
 DECAYS = {"DeltaNet": 0, "GDN": 1, "tile-grouped": 2, "KDA": -1, "GDN-2": -1, "GLA": -1, "GLA (scalar)": 1}
+
+
+#: Node ids, without the folder, of slow tests that continuous integration leaves out: it would take hours with them.
+EXHAUSTIVE = frozenset(
+    line for line in Path(__file__).with_name("exhaustive.txt").read_text().splitlines() if not line.startswith("#")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in EXHAUSTIVE:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 PLAIN = 7.0  # microseconds

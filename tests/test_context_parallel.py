@@ -90,12 +90,20 @@ def test_a_map_is_no_larger_than_its_bound(variant):
             np.testing.assert_allclose(exact, np.log(np.linalg.norm(one, 2)), atol=1e-5)
 
 
+#: One case of each kind: of decays, of rows and packed sequences, of forgetting, of the mixer.
+FEW = (
+    "GDN", "an odd number of states", "no state, uneven", "KDA", "GDN-2", "resets", "packed at borders",
+    "forgets in some pieces", "mixer, packed",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_tokens_split_over_devices():
+@pytest.mark.parametrize("names", [FEW, pytest.param((), marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_tokens_split_over_devices(names):
     pytest.importorskip("jax")
-    found = run_on_devices("tokens_program.py")
+    found = run_on_devices("tokens_program.py", *names)
     assert found.pop("taken wrongly")["forward"] > 1e-3
-    assert len(found) == 22
+    assert len(found) == (len(names) or 22)
     for name, result in found.items():
         assert result["forward"] < 3e-6, (name, result)
         # With beta near 2 and no decay a rounding stays as large to the end: one a token on each of both sides.

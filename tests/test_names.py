@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import EXHAUSTIVE
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "examples", "tests")
@@ -80,6 +81,13 @@ def test_what_is_named_exists(folder, monkeypatch):
     ]
     assert asked
     assert not missing, "\n".join(missing)
+
+
+def test_exhaustive_tests_exist():
+    for line in EXHAUSTIVE:
+        file, _, function = line.partition("::")
+        functions = {node.name for node in ast.parse((ROOT / "tests" / file).read_text()).body if hasattr(node, "name")}
+        assert function.partition("[")[0] in functions, line
 
 
 def test_a_missing_name_is_found(monkeypatch):

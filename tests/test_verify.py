@@ -30,6 +30,7 @@ from portable_gdn.spec import stages
 from portable_gdn.spec.evaluate import AnotherOrder, chunk_by_chunk, evaluate
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding
 
+COMPILED = {"xla", "pallas-interpret"}  # each case costs them seconds of compiling
 HERE = [  # those with a process of their own have tests of their own
     b.name
     for b in dispatch.backends()
@@ -54,13 +55,15 @@ def test_backend_holds(backend, case):
 @pytest.mark.parametrize(
     ("backend", "case"),
     [
-        pytest.param(b, c, id=f"{b}-{c.name}")
+        pytest.param(b, c, id=f"{b}-{c.name}", marks=[pytest.mark.exhaustive] if b in COMPILED and i % 3 else [])
         for b in HERE
-        for c in [
-            *(c for c in cases_for(False) if not runs(b, c)),
-            *pairwise(),
-            *(strengths() if b == "pallas-interpret" else []),  # which no quick case shows it
-        ]
+        for i, c in enumerate(
+            [
+                *(c for c in cases_for(False) if not runs(b, c)),
+                *pairwise(),
+                *(strengths() if b == "pallas-interpret" else []),  # which no quick case shows it
+            ]
+        )
     ],
 )
 def test_backend_holds_in_full(backend, case):
