@@ -14,6 +14,7 @@ import portable_gdn as pg
 from portable_gdn import dispatch, door
 from portable_gdn.backends.numpy_oracle import Numpy
 from portable_gdn.cli.main import app
+from portable_gdn.harness import judge
 from portable_gdn.harness.bisect import bisect
 from portable_gdn.harness.cases import Case, build, cases_named, designed
 from portable_gdn.harness.compare import compare
@@ -28,6 +29,13 @@ from portable_gdn.spec.evaluate import FLOAT64, chunk_by_chunk, matmul
 from portable_gdn.spec.precision import DEFAULT, FAST, Rounding
 from portable_gdn.spec.probe import probe
 from portable_gdn.spec.stages import Algebra
+
+
+@pytest.fixture(autouse=True)
+def _fewer_runs(request, monkeypatch):
+    """Where a fault lies does not depend on how wide its budget becomes: a second look takes 32 runs, not 256."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(judge, "MANY_SEEDS", 32)
 
 
 class ByStages(Numpy):
