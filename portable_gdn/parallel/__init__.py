@@ -1,8 +1,8 @@
-"""One call over many devices of a mesh: each computes its own rows, heads and tokens.
+"""Split one call over the devices of a mesh: each device computes its own rows, heads and tokens.
 
-A call with ``sharding=`` (or with arrays that say how they are sharded) is cut here into one call a device, inside a
-``jax.shard_map`` over the whole mesh, before it reaches the door; no backend knows of it. Importing this
-imports no jax.
+A call with ``sharding=``, or with arrays that are already sharded, is split into one call per device inside a
+``jax.shard_map`` over the whole mesh. Backends see only the call of one device. Importing this package does not import
+jax.
 """
 
 from __future__ import annotations

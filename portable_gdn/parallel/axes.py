@@ -1,8 +1,8 @@
-"""Names of what the axes of arrays are, and which axes of a mesh split them.
+"""Logical names for the axes of parameters, and rules that map these names to the axes of a mesh.
 
-A parameter of a layer or a model says of each of its axes what it holds, in its metadata: ``axes``, names such as
-"embed" or "heads", and ``parts``, how many whole things the axis is made of (the heads of a projection's columns, which
-are not cut). Rules say by which axes of a mesh each name is split; a mesh need not have all of them.
+The metadata of each parameter of a layer or model has two entries with one item per axis: ``axes``, logical names such
+as "embed" or "heads", and ``parts``, the number of units that must stay whole (for the columns of a projection, its
+heads). Rules map each logical name to axes of a mesh; a mesh may lack some of them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ AXIS_RULES: AxisRules = {
 
 
 def mesh_axes(name: str | None, mesh: Any, rules: AxisRules | None = None) -> tuple[str, ...]:
-    """The axes of the mesh that split what has this name; none where no rule says so, or the mesh has none of them.
+    """Return the axes of the mesh that split a logical axis; () if no rule names any, or the mesh has none of them.
 
     Args:
-        name: of an array's axis; None is one that is never split.
-        mesh: a ``jax.sharding.Mesh``.
-        rules: beside and before ``AXIS_RULES``.
+        name: The logical name of an array's axis; an axis with None is never split.
+        mesh: A ``jax.sharding.Mesh``.
+        rules: Rules that take precedence over ``AXIS_RULES``.
 
     Raises:
-        GdnError: a rule is of a name that nothing has, or of something else than names of axes.
+        GdnError: A rule has an unknown logical name, or its value is not made of names of axes.
     """
     for key, given in (rules or {}).items():
         if key not in AXIS_RULES:
@@ -56,14 +56,14 @@ def mesh_axes(name: str | None, mesh: Any, rules: AxisRules | None = None) -> tu
 def partition_spec(
     axes: tuple[str | None, ...], parts: tuple[int, ...], mesh: Any, rules: AxisRules | None = None
 ) -> Any:
-    """How an array lies on a mesh, as a ``jax.sharding.PartitionSpec``.
+    """Return the ``jax.sharding.PartitionSpec`` of an array with these logical axes.
 
     Args:
-        axes: the name of each axis, or None.
-        parts: how many whole things each axis has; where that is no multiple of the devices that would split it, the
-            axis is left whole.
-        mesh: a ``jax.sharding.Mesh``.
-        rules: as in ``mesh_axes``.
+        axes: The logical name of each axis, or None.
+        parts: The number of units of each axis that must stay whole. If it is not divisible by the number of devices,
+            the axis is not split.
+        mesh: A ``jax.sharding.Mesh``.
+        rules: As in ``mesh_axes``.
     """
     from jax.sharding import PartitionSpec
 
@@ -80,10 +80,10 @@ def partition_spec(
 
 
 def call_sharding(mesh: Any, rules: AxisRules | None = None) -> Sharding:
-    """How calls on such a mesh are split: rows, value heads and tokens by the rules for batch, heads and sequence.
+    """Return the ``Sharding`` for calls on this mesh, from the rules for "batch", "heads" and "sequence".
 
     Raises:
-        GdnError: the mesh has axes of more than one device, and no rule speaks of any of them.
+        GdnError: The mesh has several devices, and no rule mentions any of its axes of more than one device.
     """
     roles = {
         role: mesh_axes(name, mesh, rules) or None

@@ -1,4 +1,4 @@
-"""A call computed: whole, or split over a mesh."""
+"""Compute a call, either as a whole or split over a mesh."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def compute(
     sharding: Sharding | None,
     every: int | None = None,
 ) -> tuple[Result, Array | None]:
-    """The result of a call, and the states on the way where ``every`` is given.
+    """Compute a call; return its result, and the intermediate states if ``every`` is given.
 
     Args:
-        operands: arrays by name, without those that are None.
-        options: the rest of the call.
-        backend: a name, or None.
-        check_values: also look at the contents.
-        sharding: how it is split, or None: as its arrays are.
-        every: ``output_states_every``.
+        operands: The arrays by name, without those that are None.
+        options: The other arguments of the call.
+        backend: The name of a backend, or None for the first that can run the call.
+        check_values: Whether to check the contents of the arrays too.
+        sharding: How to split the call; None reads it from the arrays.
+        every: The value of ``output_states_every``.
 
     Raises:
-        GdnError: what is wrong with the call, the backend or the sharding.
+        GdnError: An argument, the backend or the sharding is wrong.
     """
     if has_dtensors(operands):
         if sharding is not None:
@@ -56,14 +56,15 @@ def compute(
 def run_split(
     problem: Problem, options: Options, chosen: Any, backend: str | None, split: Split, every: int | None = None
 ) -> tuple[Result, Array | None]:
-    """A normalised call, split over a mesh.
+    """Compute a normalised call, split over a mesh.
 
     Args:
-        problem: the whole call.
-        options: those that it was normalised with.
-        chosen: its backend, which was asked for as ``backend``.
-        split: how.
-        every: ``output_states_every``.
+        problem: The whole call.
+        options: The options that it was normalised with.
+        chosen: The backend that was chosen for it.
+        backend: The name that the caller gave, or None.
+        split: How to split the call.
+        every: The value of ``output_states_every``.
     """
     from .shards import run_shards
 

@@ -1,4 +1,4 @@
-"""Calls of torch's ``DTensor``: each process computes its own rows and heads, by whatever backend takes its tensors."""
+"""Calls with torch's ``DTensor``: each process computes its own rows and heads on the backend for its local tensors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def has_dtensors(operands: Mapping[str, Array]) -> bool:
 
 
 def compute_shards(operands: dict[str, Array], options: Options, local: Local) -> tuple[Result, Array | None]:
-    """The result of a call of DTensors, as DTensors.
+    """Compute a call with DTensors and return its results as DTensors.
 
-    An axis of the mesh splits what any of the operands is sharded by over it, rows or heads; the others are cut alike,
-    and gradients of those that have no such dimension are summed.
+    If any operand is sharded along rows or heads over an axis of the mesh, that axis splits the rows or heads of the
+    whole call: the other operands are sharded in the same way. For operands without such a dimension, the gradients of
+    all processes are summed.
 
     Args:
-        operands: DTensors on one mesh; plain tensors are taken to be the same in every process.
-        options: of the call.
-        local: makes one process's call.
+        operands: DTensors on one mesh. Plain tensors must be the same in every process.
+        options: The options of the call.
+        local: The function that makes one process's call.
 
     Raises:
-        GdnError: they lie on several meshes, or are sharded along something else than rows and heads.
+        GdnError: The DTensors are on several meshes, or are sharded along a dimension other than rows and heads.
     """
     import torch.distributed.tensor as dt
 
@@ -66,14 +67,14 @@ def compute_shards(operands: dict[str, Array], options: Options, local: Local) -
 
 
 def _role(name: str, dim: int, options: Options, packed: bool) -> str | None:
-    """What the dimension of an operand counts: "rows", "heads", "tokens", or None for anything else."""
+    """Return what a dimension of an operand counts: "rows", "heads", "tokens", or None for anything else."""
     axes = [axis for axis in OPERANDS[name].axes if not (options.step and axis == "T")]
     role = _ROLES.get(axes[dim]) if dim < len(axes) else None
     return None if packed and role == "rows" else role
 
 
 def _split(operands: Mapping[str, Array], options: Options, mesh: Any) -> list[str | None]:
-    """What each axis of the mesh splits: "rows", "heads", or None for nothing."""
+    """Return what each axis of the mesh splits: "rows", "heads", or None for nothing."""
     import torch.distributed.tensor as dt
 
     packed = "cu_seqlens" in operands
@@ -103,7 +104,7 @@ def _split(operands: Mapping[str, Array], options: Options, mesh: Any) -> list[s
 
 
 def _own(name: str, a: Array, options: Options, packed: bool, mesh: Any, split: list[str | None]) -> Array:
-    """This process's part of an operand."""
+    """Return this process's part of an operand."""
     import torch
     import torch.distributed.tensor as dt
 

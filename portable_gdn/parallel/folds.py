@@ -1,9 +1,9 @@
-"""The states that enter the pieces of a sequence, from the pieces' maps, inside ``shard_map``; in float32.
+"""Compute the states that enter the pieces of a sequence from the pieces' maps, inside ``shard_map`` and in float32.
 
-Two ways, whose results are equal up to rounding. ``transposed``: each device gets the maps of all D pieces for its part
-of the heads, goes through them in order, and sends the states home; what it sends does not grow with D. Where the
-heads do not divide by D, ``doubled`` (Hillis and Steele): log2 D rounds, in each of which a device joins its map with
-that of the device 1, 2, 4, ... places before it.
+There are two algorithms, whose results are equal up to rounding. In ``transposed``, each device receives the maps of
+all D pieces for its share of the heads, applies them in order, and sends the states back; the amount that it sends does
+not grow with D. If the number of heads is not divisible by D, ``doubled`` is used, the parallel prefix of Hillis and
+Steele: in log2 D rounds, each device combines its map with that of the device 1, 2, 4, ... places before it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Axes = tuple[str, ...]
 
 
 def product(a: Array, b: Array) -> Array:
-    """The product of matrices in float32: the maps of many pieces are multiplied, and so are their errors."""
+    """Multiply matrices in full float32, because the products of many pieces' maps accumulate their errors."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def entering_states(t: Transition, first: Array, axes: Axes) -> Array:
-    """The state that enters this device's piece.
+    """Return the state [N, HV, K, V] that enters this device's piece.
 
     Args:
-        t: this device's map: A [N, HV, K, K], B [N, HV, K, V].
-        first: the state that enters the first piece [N, HV, K, V], the same on every device.
-        axes: the axes of the mesh that split the tokens, the outermost first.
+        t: This device's map: A [N, HV, K, K], B [N, HV, K, V].
+        first: The state that enters the first piece [N, HV, K, V], the same on every device.
+        axes: The axes of the mesh that split the tokens, the outermost first.
     """
     D = lax.axis_size(axes)
     way = transposed if math.prod(t.A.shape[:2]) % D == 0 else doubled
@@ -42,7 +42,7 @@ def entering_states(t: Transition, first: Array, axes: Axes) -> Array:
 
 
 def transposed(t: Transition, first: Array, axes: Axes) -> Array:
-    """By two exchanges of all with all; N * HV must be a multiple of the number of devices."""
+    """Fold by two all-to-all exchanges; N * HV must be divisible by the number of devices."""
     D, K, shape = lax.axis_size(axes), t.A.shape[-1], first.shape
     own = math.prod(shape[:2]) // D
     both = jnp.reshape(jnp.concatenate(t, -1), (D, own, K, -1))
@@ -59,7 +59,7 @@ def transposed(t: Transition, first: Array, axes: Axes) -> Array:
 
 
 def doubled(t: Transition, first: Array, axes: Axes) -> Array:
-    """By log2 D + 1 exchanges with a device further and further before this one."""
+    """Fold by log2 D + 1 exchanges, each with a device twice as far away as the one before."""
     D, index, reach = lax.axis_size(axes), lax.axis_index(axes), 1
     while reach < D:
         before = Transition(*lax.ppermute(tuple(t), axes, [(j, j + reach) for j in range(D - reach)]))

@@ -1,4 +1,4 @@
-"""The key heads of a device's value heads, where the key heads do not split as those do."""
+"""The key heads that a device needs for its value heads, if the key heads cannot be split in the same way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Array = Any
 
 
 def own_key_heads(H: int, HV: int, parts: int, index: Array) -> tuple[Array, int]:
-    """Which key heads the part ``index`` of ``parts`` reads with its HV / parts value heads.
+    """Return the key heads that part ``index`` of ``parts`` reads for its HV / parts value heads.
 
     Returns:
-        Their numbers [n], int32, and n: 1 where one serves all of its value heads, else one for each of them.
+        Their numbers [n] in int32, and n: 1 if one key head serves all of the value heads, else one per value head.
     """
     own, shared = HV // parts, HV // H
     first = index * own
@@ -28,7 +28,7 @@ def own_key_heads(H: int, HV: int, parts: int, index: Array) -> tuple[Array, int
 
 
 def own_heads(a: Array, axis: int, H: int, heads: Array) -> Array:
-    """Some of the heads of an array that has H of them along ``axis``, side by side with their channels or alone."""
+    """Select heads of an array that has H heads along ``axis``, where each may be followed by its channels."""
     shape = a.shape
     apart = jnp.reshape(a, (*shape[:axis], H, shape[axis] // H, *shape[axis + 1 :]))
     apart, heads = varying_like(apart, heads), varying_like(heads, apart)

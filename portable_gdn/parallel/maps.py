@@ -1,9 +1,9 @@
-"""The map of a device's piece of the tokens, S -> A S + B, at the least cost: of a rule that forgets, its last tokens.
+"""Compute the map S -> A S + B of a device's piece of the tokens, from the last tokens alone if the rule forgets.
 
-The state that enters the last tokens of a piece is multiplied by their decays. Where these come to less than the
-smallest float32, whatever was before them is gone: A is 0, and B is the state that the last tokens alone leave from
-zeros. That is decided by a bound on the norm of the last tokens' map, at run time, on each device for itself; elsewhere
-one call of the whole piece finds A and B (``spec/transition.py``).
+The state that enters the last tokens of a piece is multiplied by their decays. If the product is below the smallest
+float32, everything before these tokens is forgotten: A is 0, and B is the final state of the last tokens, begun from
+zeros. Each device decides this at run time by a bound on the norm of the last tokens' map. Otherwise, one call with the
+whole piece gives A and B (``spec/transition.py``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ _PART, _STEP = 8, 32
 
 
 class Piece(NamedTuple):
-    """A piece's call without its arrays, hashable: its tokens, value channels, options and backend, and its sequences.
+    """The call of a piece without its arrays; hashable.
 
-    K and V: channels. options: with final states. backend: a name, or None. packed: whether it has ``cu_seqlens``.
-    decays: whether it has a decay.
+    Attributes:
+        K, V: The numbers of key and value channels.
+        options: The options of the call, which ask for final states.
+        backend: The name of a backend, or None.
+        packed: Whether the call has ``cu_seqlens``.
+        decays: Whether the rule has a decay.
     """
 
     size: int
@@ -56,8 +60,7 @@ _taken: list[bool] = []
 
 @contextmanager
 def taking(forgets: bool) -> Iterator[None]:
-    """Within it, calls are traced as if all of them forgot, or none. To compile and time the one program or the other,
-    not to compute."""
+    """Trace calls as if all of them forgot, or none: to compile and time one of the two programs, not to compute."""
     jax.clear_caches()  # a call is traced once
     _taken.append(forgets)
     try:
@@ -68,19 +71,21 @@ def taking(forgets: bool) -> Iterator[None]:
 
 
 def last_tokens(size: int) -> int:
-    """How many last tokens of a piece of ``size`` are looked at; 0 where it is taken whole."""
+    """Return how many last tokens of a piece of ``size`` are examined; 0 if the piece is always computed as a whole."""
     n = -(-size // (_PART * _STEP)) * _STEP
     return n if 2 * n <= size else 0
 
 
 def log_norm(k: Array, g: Array, b: Array | None) -> Array:
-    """A bound on the natural logarithm of the norm of the map A of tokens, by row and value head: [B, HV].
+    """Return an upper bound on log ||A||_2 for the map A of the given tokens, by row and value head: [B, HV].
 
-    A token's is that of (I - k (b k)^T) diag(exp(g)): the largest singular value of the one, which a matrix of two
-    columns has, times the largest decay.
+    The map of one token is (I - k (b k)^T) diag(exp(g)). Its norm is at most the largest singular value of the first
+    factor, which differs from I by rank one, times the largest decay. The bounds of the tokens are multiplied.
 
     Args:
-        k: keys [B, T, H, K]; g: log decays [B, T, HV, n]; b: erase gates [B, T, HV, 1 or K], or None.
+        k: Keys [B, T, H, K].
+        g: Log decays [B, T, HV, n].
+        b: Erase gates [B, T, HV, 1 or K], or None.
     """
     decay = jnp.max(g, axis=-1) + 2.0**-20  # what follows is right to some roundings a token
     if b is None:
@@ -95,14 +100,14 @@ def log_norm(k: Array, g: Array, b: Array | None) -> Array:
 
 
 def map_of(piece: Piece, x: Operands, own: Array, enters: Array | None, begins: Array | None) -> Transition:
-    """The maps of a piece: A [N, HV, K, K] and B [N, HV, K, V], for each sequence.
+    """Return the maps of a piece, A [N, HV, K, K] and B [N, HV, K, V], one for each sequence.
 
     Args:
-        piece: what is called.
-        x: its operands, without states.
-        own: states of sequences that begin in the piece [N, HV, K, V]; zeros for those that enter it.
-        enters: [N], whether a sequence enters the piece from before; None is all.
-        begins: [N], of packed sequences, where in the piece they begin, or a number below 0.
+        piece: The call of the piece.
+        x: Its operands, without states.
+        own: Initial states of the sequences that begin in the piece [N, HV, K, V]; zeros for the others.
+        enters: [N], whether a sequence continues from the piece before; None means all of them do.
+        begins: [N], the position in the piece at which each packed sequence begins; negative if it begins earlier.
     """
     x = x | {"own": own}
     floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating)}
@@ -124,8 +129,10 @@ def _kept(piece: Piece, floats: Operands, others: Operands) -> tuple[Transition,
 
 @own_settings
 def _pulled(piece: Piece, kept: tuple[Operands, Operands], d: Transition) -> tuple[Operands, None]:
-    """The gradient by the way that was taken, computed again: branches that keep what they need would fill memory with
-    what the other one needs."""
+    """Return the gradient of the branch that was taken, whose forward pass is computed again.
+
+    A conditional would otherwise keep the residuals of both branches.
+    """
     floats, others = kept
     pull = lambda way: jax.vjp(lambda floats: way(piece, floats, others), floats)[1](d)[0]  # noqa: E731
     return _chosen(piece, floats, others, lambda: pull(_last), lambda: pull(_whole)), None
@@ -147,13 +154,13 @@ def _chosen(piece: Piece, floats: Operands, others: Operands, last: Callable[[],
 
 
 def _of_last(piece: Piece, x: Operands, n: int) -> Operands:
-    """The call's operands, of the last tokens alone, without bounds and states."""
+    """Return the operands of the last tokens, without boundaries and states."""
     x = {name: a for name, a in x.items() if name not in ("own", "enters", "begins", "cu_seqlens")}
     return {name: a[:, piece.size - n :] if name in WITH_TOKENS else a for name, a in x.items()}
 
 
 def _last(piece: Piece, floats: Operands, others: Operands) -> Transition:
-    """The maps, where the last tokens forget all before them."""
+    """Return the maps if the last tokens forget everything before them."""
     n = last_tokens(piece.size)
     x, own = _of_last(piece, {**floats, **others}, n), floats["own"]
     if piece.packed:
@@ -170,7 +177,7 @@ def _last(piece: Piece, floats: Operands, others: Operands) -> Transition:
 
 
 def _whole(piece: Piece, floats: Operands, others: Operands) -> Transition:
-    """The maps of any piece."""
+    """Return the maps of any piece."""
     x = {**floats, **others}
     enters, own = x.pop("enters", None), x.pop("own")
     x.pop("begins", None)

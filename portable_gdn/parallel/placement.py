@@ -1,4 +1,4 @@
-"""Which axes of which mesh split a call: as the caller says, or as its arrays say themselves."""
+"""Determine which axes of a mesh split a call, from the caller's ``Sharding`` or from the arrays' own shardings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Split:
-    """How a call is split: over which mesh, and what its axes split.
+    """How a call is split over a mesh.
 
     Attributes:
-        mesh: a ``jax.sharding.Mesh`` or ``AbstractMesh``.
-        batch, heads, sequence: names of axes of more than one device, the outermost first.
-        manual: the axes that the call's own ``shard_map`` takes: all but those of one around it.
+        mesh: A ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        batch, heads, sequence: The names of the axes of more than one device that split each, the outermost first.
+        manual: The axes that the call's own ``shard_map`` makes manual: all except those of an enclosing one.
     """
 
     mesh: Any
@@ -36,16 +36,16 @@ class Split:
     manual: frozenset[str]
 
     def parts(self, role: str) -> int:
-        """Into how many parts it splits "batch", "heads" or "sequence"."""
+        """Return the number of parts into which "batch", "heads" or "sequence" is split."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, role))
 
     def splits_keys(self, s: Signature) -> bool:
-        """Whether the key heads are split as the value heads are; else each device takes what it needs of them."""
+        """Return whether key heads are split like value heads; if not, each device selects those that it needs."""
         return s.H % self.parts("heads") == 0
 
 
 def role_of(s: Signature, name: str, ndim: int) -> tuple[str | None, ...]:
-    """What may split each axis of an operand: "batch", "heads", "sequence", or None for nothing."""
+    """Return how each axis of an operand may be split: by "batch", "heads" or "sequence"; None means not at all."""
     axes = [axis for axis in OPERANDS[name].axes if not (s.step and axis == "T")]
     rows = None if s.packed else "batch"
     roles = {"B": "batch", "N": rows, "H": "heads", "HV": "heads", "HV * n": "heads", "T": "sequence"}
@@ -54,16 +54,16 @@ def role_of(s: Signature, name: str, ndim: int) -> tuple[str | None, ...]:
 
 
 def split_of(s: Signature, operands: Mapping[str, Array], sharding: Sharding | None) -> Split | None:
-    """How the call is split, or None for one that no mesh is known for.
+    """Return how the call is split, or None if it is not.
 
     Args:
-        s: the whole call.
-        operands: its arrays.
-        sharding: what the caller says; None reads it from the arrays: those of a mesh with explicit axes, and arrays
-            that are no values of a trace.
+        s: The signature of the whole call.
+        operands: Its arrays.
+        sharding: The caller's choice. None reads it from the arrays, which is possible outside a trace and on a mesh
+            with explicit axes.
 
     Raises:
-        GdnError: the sharding cannot be.
+        GdnError: The call cannot be split in this way.
     """
     if sharding is not None and not isinstance(sharding, Sharding):
         raise bad("sharding", f"a {type(sharding).__name__}", "be None or a portable_gdn.Sharding")
@@ -108,13 +108,13 @@ def _as_asked(s: Signature, operands: Mapping[str, Array], sharding: Sharding) -
 
 
 def _current() -> Any:
-    """The mesh that jax.set_mesh set, or None."""
+    """Return the mesh that jax.set_mesh set, or None."""
     mesh = sys.modules["jax"].sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 def _check_devices(s: Signature, operands: Mapping[str, Array], mesh: Any) -> None:
-    """Refuse arrays that are bound to devices outside of the mesh."""
+    """Refuse arrays that are committed to devices outside the mesh."""
     if s.traced or not isinstance(mesh, sys.modules["jax"].sharding.Mesh):  # abstract ones have no devices
         return
     there = set(mesh.devices.flat)
@@ -126,7 +126,7 @@ def _check_devices(s: Signature, operands: Mapping[str, Array], mesh: Any) -> No
 
 
 def _shardings(s: Signature, operands: Mapping[str, Array]) -> Iterator[tuple[str, Any, tuple[Axes, ...]]]:
-    """Name, mesh and axes by dimension of each operand that says how it is sharded over more than one device."""
+    """Yield the name, the mesh and the axes of each dimension of operands that are sharded over several devices."""
     jax = sys.modules["jax"]
     explicit, named, traced = jax.sharding.AxisType.Explicit, jax.sharding.NamedSharding, s.traced
     for name, x in operands.items():
@@ -145,7 +145,7 @@ def _shardings(s: Signature, operands: Mapping[str, Array]) -> Iterator[tuple[st
 
 
 def _of_arrays(s: Signature, operands: Mapping[str, Array]) -> Split | None:
-    """The split that arrays ask for by lying so; the first that splits something decides."""
+    """Return the split that follows from the arrays' shardings; the first operand that is split determines it."""
     every = list(_shardings(s, operands))
     if not every:
         return None
@@ -213,10 +213,10 @@ def _check(s: Signature, split: Split) -> None:
 
 
 def signature_of_a_shard(s: Signature, operands: Mapping[str, Array], sharding: Sharding | None) -> Signature:
-    """The call that each device makes where this one is split, or the call itself.
+    """Return the signature of the call that each device makes if this one is split, or else the signature itself.
 
     Raises:
-        GdnError: as ``split_of``.
+        GdnError: As in ``split_of``.
     """
     split = split_of(s, operands, sharding)
     if split is None:

@@ -1,7 +1,7 @@
-"""Context parallelism of torch tensors: each process of a group has a piece of the tokens of one packed row.
+"""Context parallelism for torch tensors: each process of a group has a piece of the tokens of one packed row.
 
-The same algorithm as for JAX arrays (``tokens.py``): the map of the sequence that leaves each piece is found by one
-call, all processes get all maps, and each makes the call of its own tokens with the state that enters them.
+The algorithm is that for JAX arrays (``tokens.py``): one call computes the map of the sequence that leaves each piece,
+all processes receive all maps, and each then computes its own tokens from the state that enters them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Call = Callable[[Mapping[str, Tensor], Tensor, "Tensor | None"], tuple[Tensor, T
 def run_ranks(
     call: Call, x: Mapping[str, Tensor], bounds: Tensor, places: Sequence[int], enters: bool, leaves: bool, group: Any
 ) -> Tensor:
-    """The outputs of this process's tokens, [1, T, HV, V].
+    """Return the outputs of this process's tokens, [1, T, HV, V].
 
     Args:
-        call: the rule, differentiable.
-        x: operands with tokens, of one row.
-        bounds: of the sequences in this piece [n + 1], and places: the same as numbers.
-        enters: whether the first of them began in another process.
-        leaves: whether the last of them goes on in the next one.
-        group: the processes, in the order of their pieces; all of them call this, and go back through it.
+        call: The rule, which must be differentiable.
+        x: The operands of one row that have tokens.
+        bounds: The boundaries of the sequences in this piece [n + 1].
+        places: The same boundaries as Python integers.
+        enters: Whether the first sequence began in an earlier process.
+        leaves: Whether the last sequence continues in the next process.
+        group: The processes in the order of their pieces. All of them must call this, and run its backward pass.
     """
     import array_api_compat.torch as xp
     import torch
@@ -63,16 +64,16 @@ def run_ranks(
 
 @cache
 def _gathered() -> Any:
-    """The exchange as a ``torch.autograd.Function``; torch is imported when it is asked for."""
+    """Return the all-gather as a ``torch.autograd.Function``; torch is imported on the first call."""
     import torch
     import torch.distributed as dist
 
     class Gathered(torch.autograd.Function):
-        """A tensor of every process, stacked; others are given so that a gradient is asked for if any has one."""
+        """Gather a tensor from every process; the other arguments make autograd run if any of them needs a gradient."""
 
         @staticmethod
         def forward(ctx: Any, group: Any, mine: Tensor, *others: Tensor) -> Tensor:
-            """Stack what all processes have, ``mine`` [..] each, to [D, ..]."""
+            """Stack the tensors ``mine`` [...] of all D processes to [D, ...]."""
             ctx.group, ctx.others = group, len(others)
             found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(found, mine.contiguous(), group=group)
@@ -80,7 +81,7 @@ def _gathered() -> Any:
 
         @staticmethod
         def backward(ctx: Any, *d: Tensor) -> tuple[Any, ...]:
-            """The sum over the processes of what each has for this one's."""
+            """Sum the gradients that all processes have for this process's tensor."""
             total = d[0].contiguous().clone()
             dist.all_reduce(total, group=ctx.group)
             return None, total[dist.get_rank(ctx.group)], *[None] * ctx.others

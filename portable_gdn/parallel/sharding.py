@@ -1,4 +1,4 @@
-"""What a caller says of how a call is split over a mesh."""
+"""The public description of how a call is split over a mesh."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ROLES = ("batch", "heads", "sequence")
 @suggesting
 @dataclass(frozen=True)
 class Sharding:
-    """Which axes of a mesh split the rows, the heads and the tokens of a call.
+    """The axes of a mesh that split the rows, the heads and the tokens of a call.
 
-    Each is the name of an axis, a tuple of names (the first is the outermost), or None for no split. Axes of size 1
-    split nothing, so one text serves any mesh.
+    Each is the name of an axis, a tuple of names (the outermost first), or None for no split. Axes of size 1 split
+    nothing, so the same code works on any mesh that has these axes.
 
     Args:
-        batch: splits the rows B, and their states.
-        heads: splits the value heads HV; the key heads H too where they are divisible, else every device holds all
-            of q and k and takes the key heads of its value heads.
-        sequence: splits the tokens T: context parallelism.
-        mesh: a ``jax.sharding.Mesh``; None is the current one (``jax.set_mesh``), or else that of the arrays.
+        batch: Splits the rows B, and their states.
+        heads: Splits the value heads HV, and the key heads H if their number is divisible too. If it is not, every
+            device holds all of q and k and selects the key heads of its value heads.
+        sequence: Splits the tokens T (context parallelism).
+        mesh: A ``jax.sharding.Mesh``; None means the current one (``jax.set_mesh``), or else that of the arrays.
     """
 
     batch: str | tuple[str, ...] | None = None
@@ -52,6 +52,6 @@ class Sharding:
                 seen[name] = role
 
     def axes(self, role: str) -> tuple[str, ...]:
-        """The names of the axes that split "batch", "heads" or "sequence"."""
+        """Return the names of the axes that split "batch", "heads" or "sequence"."""
         given = getattr(self, role)
         return (given,) if isinstance(given, str) else given or ()

@@ -1,7 +1,7 @@
-"""A split call: one ``jax.shard_map`` over the mesh, in which every device makes a call of its own shard.
+"""Run a split call: one ``jax.shard_map`` over the mesh, in which every device makes a call with its own shard.
 
-No array with tokens moves between devices: rows and heads are independent. What the convolution has for the channels
-q | k | v (weights, bias, state) is cut into those of q, k and v, each of which splits by heads.
+Rows and heads are independent, so no array with tokens moves between devices. The convolution's operands for the
+channels q | k | v (weights, bias, state) are separated into those of q, k and v, each of which is split by heads.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _CONV_CHANNELS = {"conv_weight": 0, "conv_bias": 0, "conv_state": -1}
 @partial(jax.jit, static_argnums=0)
 @own_settings
 def run_shards(call: Call, operands: Operands) -> tuple[Result, Array | None]:
-    """The whole result of a call, and the states on the way where they were asked for.
+    """Return the whole result of a call, and the intermediate states if they were requested.
 
     Args:
-        call: what is split, and how.
-        operands: the whole arrays.
+        call: The call, and how it is split.
+        operands: The whole arrays.
     """
     operands = _in_whole_pieces(call, operands)
     parts = _taken_apart(call, operands)
@@ -68,7 +68,7 @@ def run_shards(call: Call, operands: Operands) -> tuple[Result, Array | None]:
 
 
 def _in_whole_pieces(call: Call, operands: Operands) -> Operands:
-    """The operands with zeros behind their tokens, as many as make the pieces of all devices alike."""
+    """Pad the operands with zero tokens until the pieces of all devices have the same length."""
     s, split = call.signature, call.split
     if not split.sequence:
         return operands
@@ -80,13 +80,13 @@ def _in_whole_pieces(call: Call, operands: Operands) -> Operands:
 
 
 def _cut(call: Call) -> tuple[int, int]:
-    """Where k and v begin in q | k | v."""
+    """Return the channels at which k and v begin in q | k | v."""
     keys = call.signature.H * call.signature.K
     return keys, 2 * keys
 
 
 def _taken_apart(call: Call, operands: Operands) -> Operands:
-    """The operands as they split: of q | k | v side by side, each for itself."""
+    """Return the operands in the form in which they are split: q | k | v as three arrays."""
     s = call.signature
     if s.conv is None or not call.split.heads:
         return operands
@@ -104,7 +104,7 @@ def _taken_apart(call: Call, operands: Operands) -> Operands:
 
 
 def _spec(call: Call, name: str, ndim: int) -> PartitionSpec:
-    """How an operand, or a part of one, is split."""
+    """Return the ``PartitionSpec`` of an operand, or of a part of one."""
     s, split = call.signature, call.split
     name, _, part = name.partition(".")
     roles = list(role_of(s, name, ndim))
@@ -116,7 +116,7 @@ def _spec(call: Call, name: str, ndim: int) -> PartitionSpec:
 
 
 def _placed(call: Call, a: Array, spec: PartitionSpec) -> Array:
-    """The array sharded so: asked of XLA, or of jax, whose types say it where axes are explicit."""
+    """Return the array with this sharding: by a constraint or, if axes are explicit, by ``jax.sharding.reshard``."""
     mesh = call.split.mesh
     where = NamedSharding(mesh, spec)
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
@@ -143,7 +143,7 @@ def _out_specs(call: Call) -> dict[str, Any]:
 
 
 def _shard(call: Call, x: Operands) -> dict[str, Any]:
-    """One device's call of its own shard."""
+    """Make one device's call with its own shard."""
     s, split, options = call.signature, call.split, call.options
     conv_state: Any = None
     H = s.H
@@ -179,7 +179,7 @@ def _shard(call: Call, x: Operands) -> dict[str, Any]:
 
 
 def _piece(call: Call, x: Operands, H: int, options: Options) -> Result:
-    """This device's piece of the tokens."""
+    """Compute this device's piece of the tokens."""
     s, split = call.signature, call.split
     HV, conv = s.HV // split.parts("heads"), s.conv
     if conv is not None:
@@ -191,7 +191,7 @@ def _piece(call: Call, x: Operands, H: int, options: Options) -> Result:
 
 
 def _joined(x: Operands) -> Operands:
-    """The convolution's operands of the channels q | k | v again."""
+    """Concatenate the convolution's operands to the channels q | k | v again."""
     found = {name: a for name, a in x.items() if "." not in name}
     for name, axis in _CONV_CHANNELS.items():
         if f"{name}.q" in x:
@@ -200,7 +200,7 @@ def _joined(x: Operands) -> Operands:
 
 
 def _keys_of(call: Call, name: str, a: Array, heads: Array) -> Array:
-    """An operand of all key heads, for those of this device alone; others as they are."""
+    """Select this device's key heads of an operand that has all of them; return any other operand unchanged."""
     whole, _, part = name.partition(".")
     if (part or whole) not in ("q", "k"):
         return a
@@ -213,7 +213,7 @@ def _keys_of(call: Call, name: str, a: Array, heads: Array) -> Array:
 
 
 def _conv_states_of_keys(call: Call, x: Operands) -> list[Array]:
-    """The convolution's states of q and k, whole, as every device holds them where key heads do not split."""
+    """Return the convolution's states of q and k as a whole: every device holds them if the key heads are not split."""
     conv = call.signature.conv
     assert conv is not None
     found = []

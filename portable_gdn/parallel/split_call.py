@@ -1,4 +1,4 @@
-"""A call that is split over a mesh, as the static argument of the program that computes it."""
+"""The description of a split call, which is a static argument of the program that computes it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Call"]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is split, without its arrays; hashable, so that it can be the static argument of a compiled function.
+    """A split call without its arrays; hashable, so that it can be a static argument of a compiled function.
 
     Attributes:
-        signature: the whole call.
-        options: as the caller gave them.
-        backend: the name that each device's call asks for, or None.
-        counts_axes: whether that backend may be traced where ``shard_map`` counts the axes that values vary over.
-        split: over which mesh, and how.
-        every: tokens between the states that are returned on the way, or None.
+        signature: The signature of the whole call.
+        options: The caller's options.
+        backend: The name of the backend for each device's call, or None.
+        counts_axes: Whether that backend can be traced while ``shard_map`` tracks the axes over which values vary.
+        split: How the call is split.
+        every: The number of tokens between intermediate states, or None.
     """
 
     signature: Signature

@@ -1,9 +1,9 @@
-"""Context parallelism: a device's piece of the tokens, inside ``shard_map``.
+"""Context parallelism: compute a device's piece of the tokens, inside ``shard_map``.
 
-Each device finds what its piece does to any state (``maps.py``). These maps are folded over the devices (``folds.py``),
-and with the state that enters its piece each device then makes the call of its own tokens, as one device would. The
-convolution's last inputs come from the device before. JAX derives the gradient, whose exchanges are the same ones in
-reverse.
+Each device computes the map by which its piece changes any state (``maps.py``). These maps are folded over the devices
+(``folds.py``), which gives the state that enters each piece. Each device then computes its own tokens from that state,
+as a single device would. The convolution's last inputs come from the device before. JAX derives the gradient, which
+makes the same exchanges in reverse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Operands = dict[str, Array]
 
 
 class _Place(NamedTuple):
-    """Where this device's piece lies: its tokens are ``start`` to ``start + size`` of ``total``."""
+    """The position of this device's piece: its tokens are ``start`` to ``start + size`` of ``total``."""
 
     axes: tuple[str, ...]
     start: Array
@@ -39,10 +39,10 @@ class _Place(NamedTuple):
 
 
 def tokens_each(s: Signature, parts: int) -> int:
-    """Tokens that each of so many devices computes; the last ones have fewer of the call's.
+    """Return the number of tokens per device; the last devices may have padding among theirs.
 
     Raises:
-        GdnError: the call cannot be split over tokens so.
+        GdnError: The call's tokens cannot be split over this number of devices.
     """
     if not isinstance(s.T, int):
         raise bad("sharding.sequence", "given", f"be None while T = {s.T} is a symbol")
@@ -64,15 +64,15 @@ def tokens_each(s: Signature, parts: int) -> int:
 def run_piece(
     s: Signature, options: Options, backend: str | None, x: Operands, axes: tuple[str, ...], total: int
 ) -> Result:
-    """This device's outputs, and the final states of the whole sequences, the same on every device.
+    """Return this device's outputs, and the final states of the whole sequences, which are the same on every device.
 
     Args:
-        s: the call of this device's rows and heads, with its own tokens as T.
-        options: of that call.
-        backend: a name, or None.
-        x: its operands; those with tokens hold the piece, behind the last token zeros.
-        axes: the axes of the mesh that split the tokens.
-        total: tokens of the whole call.
+        s: The signature of the call with this device's rows and heads, and the tokens of its piece as T.
+        options: The options of that call.
+        backend: The name of a backend, or None.
+        x: Its operands; those with tokens hold the piece, padded with zeros after the last token.
+        axes: The axes of the mesh that split the tokens.
+        total: The number of tokens of the whole call.
     """
     place = _Place(axes, lax.axis_index(axes) * s.T, s.T, total)
     bounds = x.get("cu_seqlens")
@@ -121,19 +121,19 @@ def _run(x: Operands, options: Options, backend: str | None) -> Result:
 
 
 def _inside(place: _Place, rows: int) -> Array:
-    """Which tokens of the piece are the call's [rows, size]."""
+    """Return a mask [rows, size] of the tokens of the piece that are not padding."""
     there = place.start + jnp.arange(place.size) < place.total
     return jnp.broadcast_to(there, (rows, place.size))
 
 
 def _goes_on(place: _Place, ids: Array) -> Array:
-    """Whether the last segment of the device before goes on here [B, 1, 1, 1]; so does the row's own first state."""
+    """Return whether the previous device's last segment continues here [B, 1, 1, 1]; an initial state always does."""
     left = lax.ppermute(ids[:, -1], place.axes, [(j, j + 1) for j in range(lax.axis_size(place.axes) - 1)])
     return ((ids[:, 0] == left) | (place.start == 0))[:, None, None, None]
 
 
 def _entering_packed(place: _Place, bounds: Array, t: Transition, first: Array) -> Array:
-    """The state [1, HV, K, V] of the sequence that enters the piece, if one does."""
+    """Return the state [1, HV, K, V] of the sequence that continues into the piece, if there is one."""
     end = place.start + place.size
     leaves = ((bounds[:-1] < end) & (bounds[1:] > end))[:, None, None, None]
     through = Transition(*(jnp.sum(jnp.where(leaves, a, 0), 0, keepdims=True) for a in t))
@@ -141,7 +141,7 @@ def _entering_packed(place: _Place, bounds: Array, t: Transition, first: Array) 
 
 
 def _final(place: _Place, bounds: Array | None, first: Array, here: Array | None) -> Array:
-    """The final states of whole rows or sequences [N, HV, K, V], from those that leave the pieces."""
+    """Return the final states of whole rows or sequences [N, HV, K, V] from the states that leave the pieces."""
     assert here is not None
     end = place.start + place.size
     if bounds is None:
@@ -154,13 +154,13 @@ def _final(place: _Place, bounds: Array | None, first: Array, here: Array | None
 
 
 def _conv(s: Signature) -> ConvKind:
-    """The convolution of a mixer's call."""
+    """Return the convolution of a mixer's call."""
     assert s.conv is not None
     return s.conv
 
 
 def _inputs(s: Signature, x: Operands) -> Array:
-    """q | k | v of the piece, float32 [B, size, channels]."""
+    """Return q | k | v of the piece in float32 [B, size, channels]."""
     a = x["qkv"] if _conv(s).fused else jnp.concatenate([x[name] for name in "qkv"], axis=-1)
     return a.astype(jnp.float32)
 
@@ -172,14 +172,14 @@ def _given(s: Signature, x: Operands) -> Array:
 
 
 def _sequences(s: Signature, place: _Place, bounds: Array | None) -> tuple[Array, Array]:
-    """First token and end of each sequence [N]; rows are sequences of all tokens."""
+    """Return the first token and the end of each sequence [N]; a row is one sequence of all its tokens."""
     if bounds is None:
         return jnp.zeros(s.N, jnp.int32), jnp.full(s.N, place.total, jnp.int32)
     return bounds[:-1], bounds[1:]
 
 
 def _before(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
-    """What the convolution has seen before the piece, or before sequences that begin in it [N, W - 1, channels]."""
+    """Return the convolution's inputs before the piece, or before sequences that begin in it [N, W - 1, channels]."""
     a, back = _inputs(s, x), _conv(s).width - 1
     tail = a[:, place.size - back :]
     halo = lax.ppermute(tail, place.axes, [(j, j + 1) for j in range(lax.axis_size(place.axes) - 1)])
@@ -195,7 +195,7 @@ def _before(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> A
 
 
 def _last_inputs(s: Signature, place: _Place, x: Operands, bounds: Array | None) -> Array:
-    """The last W - 1 inputs of every sequence, the same on every device [N, W - 1, channels]."""
+    """Return the last W - 1 inputs of every sequence, which are the same on every device [N, W - 1, channels]."""
     a, back = _inputs(s, x), _conv(s).width - 1
     given = varying_like(_given(s, x), a)
     begin, end = _sequences(s, place, bounds)
@@ -213,7 +213,7 @@ def _last_inputs(s: Signature, place: _Place, x: Operands, bounds: Array | None)
 def _prepared(
     s: Signature, options: Options, place: _Place, x: Operands, bounds: Array | None, before: Array
 ) -> tuple[Operands, Options]:
-    """A mixer's call as one of the bare rule: convolution, norm and gates done."""
+    """Reduce a mixer's call to one of the rule: apply the convolution, the l2 norm and the gates."""
     x = {name: a for name, a in x.items() if name not in ("conv_state", "initial_state")}
     if bounds is not None:
         x["cu_seqlens"] = jnp.clip(bounds - place.start, 0, s.T)
