@@ -1,4 +1,4 @@
-"""What the axes of a layer's parameters hold, and so where its shards lie on a mesh."""
+"""Logical names for the axes of a layer's parameters, which determine how they are sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["named", "named_linear", "partition_specs"]
 
 
 def named(parameter: nnx.Param[Any], *axes: tuple[str | None, int] | None) -> nnx.Param[Any]:
-    """The parameter with the names of its axes, and how many whole things each has; None is an axis never split."""
+    """Attach to a parameter the logical name of each axis and its number of indivisible parts; None is never split."""
     whole = [axis or (None, 1) for axis in axes]
     parameter.set_metadata("axes", tuple(name for name, _ in whole))
     parameter.set_metadata("parts", tuple(count for _, count in whole))
@@ -23,7 +23,7 @@ def named(parameter: nnx.Param[Any], *axes: tuple[str | None, int] | None) -> nn
 def named_linear(
     linear: Projection, inside: tuple[str | None, int] | None, out: tuple[str | None, int] | None
 ) -> Projection:
-    """The projection with the names of its kernel's rows and columns, and of its bias."""
+    """Attach to a projection the logical names of its kernel's rows and columns, and of its bias."""
     named(linear.kernel, inside, out)
     if linear.bias is not None:
         named(linear.bias, out)
@@ -31,20 +31,22 @@ def named_linear(
 
 
 def partition_specs(module: Any, mesh: Any, rules: AxisRules | None = None) -> Any:
-    """Where each parameter lies on a mesh: a ``PartitionSpec`` for each, in a state of the module's form.
+    """Return a ``PartitionSpec`` for each parameter of a module on a mesh.
 
     Args:
-        module: a layer of ``portable_gdn.layers``, a model of ``portable_gdn.models``, or an ``nnx.State`` of one; what
-            ``nnx.eval_shape`` gives will do.
-        mesh: a ``jax.sharding.Mesh``.
-        rules: which axes of the mesh split "heads", "embed" and so on, before ``portable_gdn.parallel.AXIS_RULES``.
-            An axis that the devices do not divide, counted in whole heads, is left whole.
+        module: A layer of ``portable_gdn.layers``, a model of ``portable_gdn.models``, or an ``nnx.State`` of one; the
+            result of ``nnx.eval_shape`` suffices.
+        mesh: A ``jax.sharding.Mesh``.
+        rules: Which axes of the mesh split "heads", "embed" and so on; they take precedence over
+            ``portable_gdn.parallel.AXIS_RULES``. An axis whose number of whole heads is not divisible by the number of
+            devices is not split.
 
     Returns:
-        The state; ``jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)`` are the shardings.
+        An ``nnx.State`` with the structure of the module's, of which ``jax.tree.map(lambda spec: NamedSharding(mesh,
+        spec), specs)`` makes shardings.
 
     Raises:
-        GdnError: the rules speak of something that no axis is.
+        GdnError: A rule has an unknown logical name.
     """
     from jax.sharding import PartitionSpec
 

@@ -1,4 +1,4 @@
-"""Arrays whose types say how they are sharded (meshes with explicit axes), where jax leaves a choice to its caller."""
+"""Operations for meshes with explicit axes, where jax asks its caller how the result of an operation is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = Any
 
 
 def _spec(x: Array) -> tuple[Any, ...] | None:
-    """How each axis is sharded, where the type says it."""
+    """Return how each axis is sharded, if the type of the array says so."""
     where = jax.typeof(x).sharding
     if AxisType.Explicit not in where.mesh.axis_types:
         return None
@@ -23,7 +23,7 @@ def _spec(x: Array) -> tuple[Any, ...] | None:
 
 
 def with_whole_channels(x: Array, axis: int = -1) -> Array:
-    """The array with all of an axis on every device, so that it can be joined with others along it."""
+    """Gather an axis onto every device, so that arrays can be concatenated along it."""
     spec = _spec(x)
     if spec is None or spec[axis] is None:
         return x
@@ -32,11 +32,14 @@ def with_whole_channels(x: Array, axis: int = -1) -> Array:
 
 
 class Projection(nnx.Linear):
-    """``nnx.Linear`` on meshes with explicit axes, too: weights that are split over axes which split the rows of x
-    (FSDP) are gathered, and where x is split by heads, which the product sums over, every device gets the sum."""
+    """``nnx.Linear`` that also works on meshes with explicit axes.
+
+    Weights that are split over the axes that split the rows of x (FSDP) are gathered. If x is split by heads, over
+    which the product sums, every device receives the sum.
+    """
 
     def __call__(self, x: Array, out_sharding: Any = None) -> Array:
-        """x [..., inside] to [..., out]."""
+        """Project x [..., in] to [..., out]."""
         spec = _spec(x)
         if spec is None:
             return super().__call__(x, out_sharding)
@@ -55,7 +58,7 @@ class Projection(nnx.Linear):
 
 
 def repeated(x: Array, times: int, axis: int) -> Array:
-    """``jnp.repeat(x, times, axis)``, split as x is."""
+    """Return ``jnp.repeat(x, times, axis)`` with the sharding of x."""
     spec = _spec(x)
     if spec is None:
         return jnp.repeat(x, times, axis=axis)
@@ -64,11 +67,11 @@ def repeated(x: Array, times: int, axis: int) -> Array:
 
 
 def _names(*entries: Any) -> tuple[str, ...]:
-    """The axes of the mesh that entries of a PartitionSpec name."""
+    """Return the axes of the mesh that entries of a PartitionSpec name."""
     return tuple(n for e in entries if e is not None for n in ((e,) if isinstance(e, str) else e))
 
 
 def _without(entry: Any, taken: tuple[str, ...]) -> Any:
-    """An entry of a PartitionSpec without these axes of the mesh."""
+    """Return an entry of a PartitionSpec without these axes of the mesh."""
     left = tuple(n for n in _names(entry) if n not in taken)
     return left[0] if len(left) == 1 else left or None

@@ -18,7 +18,7 @@ Array = Any
 class GatedDeltaNet(Layer):
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid, FLA): one decay and one beta per value head.
 
-    Parameters beside those of all layers (q_proj, k_proj, v_proj, o_proj, the convolutions, o_norm):
+    Parameters in addition to those of every layer (q_proj, k_proj, v_proj, o_proj, the convolutions, o_norm):
     a_proj.kernel [E, HV], b_proj.kernel [E, HV], g_proj.kernel [E, HV * V] (unless gate is None), A_log and dt_bias
     [HV].
     """
@@ -37,10 +37,10 @@ class GatedDeltaNet(Layer):
     ) -> None:
         """Args:
         hidden_size: E.
-        gate: activation of the output gate, "silu" or "sigmoid"; None is a norm without one.
-        norm_eps: of the output norm.
-        rngs: for the initial weights.
-        options: those of all layers, ``LayerOptions``; num_heads and key_dim must be given.
+        gate: The activation of the output gate, "silu" or "sigmoid"; None is an output norm without a gate.
+        norm_eps: The epsilon of the output norm.
+        rngs: Random numbers for the initial weights.
+        options: The options that all layers have, see ``LayerOptions``; num_heads and key_dim are required.
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
         self.a_proj = self._by_heads(self.num_value_heads, rngs)

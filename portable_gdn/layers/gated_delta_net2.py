@@ -22,7 +22,7 @@ class GatedDeltaNet2(LowRankLayer):
     """Gated DeltaNet 2 (FLA): erase and write gates per channel; the value heads of a key head share its decays and
     erase gates.
 
-    Parameters beside those of all layers: b_proj.kernel [E, H * K] (erase), w_proj.kernel [E, HV * V] (write),
+    Parameters in addition to those of every layer: b_proj.kernel [E, H * K] (erase), w_proj.kernel [E, HV * V] (write),
     f_a_proj.kernel [E, r], f_b_proj.kernel [r, H * K], g_a_proj.kernel [E, s], g_b_proj.kernel [s, HV * V] and .bias,
     A_log [H], dt_bias [H * K].
     """
@@ -44,13 +44,13 @@ class GatedDeltaNet2(LowRankLayer):
     ) -> None:
         """Args:
         hidden_size: E.
-        gate: activation of the output gate, "sigmoid" or "silu".
-        norm_eps: of the output norm.
-        decay_rank, gate_rank: width between the two factors of the projections of decays and of the output gate; None
-            is one matrix.
-        gate_bias: whether the output gate's projection has a bias.
-        rngs: for the initial weights.
-        options: those of all layers, ``LayerOptions``; num_heads and key_dim must be given.
+        gate: The activation of the output gate, "sigmoid" or "silu".
+        norm_eps: The epsilon of the output norm.
+        decay_rank, gate_rank: The inner width of the two-factor projections for the decays and the output gate;
+            None uses one matrix.
+        gate_bias: Whether the output gate's projection has a bias.
+        rngs: Random numbers for the initial weights.
+        options: The options that all layers have, see ``LayerOptions``; num_heads and key_dim are required.
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
         keys = self.num_heads * self.key_dim

@@ -1,4 +1,4 @@
-"""What a layer takes: its input checked, and its own before JAX reads it."""
+"""Check a layer's input, and copy numpy arrays before JAX reads them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Array = Any
 
 
 def as_input(x: Array, lead: str, width: int, instead: str) -> Array:
-    """x as an array of shape [lead, E]; a numpy array is copied, since JAX reads it after the call has returned.
+    """Return x as an array of shape [lead, E]; numpy arrays are copied, because JAX reads them after the call returned.
 
     Args:
-        x: what the caller gave.
-        lead: names of the axes before E, "B, T" say.
+        x: The caller's argument.
+        lead: The names of the axes before E, for example "B, T".
         width: E.
-        instead: what to call for arrays of another shape, a part of a sentence.
+        instead: A part of a sentence that says what to call with arrays of another shape.
 
     Raises:
-        GdnError: x is no array, or has another shape.
+        GdnError: x is not an array, or has another shape.
     """
     shape = getattr(x, "shape", None)
     if shape is None:

@@ -18,9 +18,9 @@ Array = Any
 class KimiDeltaAttention(LowRankLayer):
     """Kimi Delta Attention (Kimi-Linear, Ling-3.0, GLM-5, FLA): one decay per key channel of each value head.
 
-    Parameters beside those of all layers: b_proj.kernel [E, HV], f_a_proj.kernel [E, r] and f_b_proj.kernel [r, HV * K]
-    (or f_proj.kernel [E, HV * K] where ``decay_rank`` is None), g_a_proj and g_b_proj alike for [E, HV * V]
-    (g_b_proj.bias if ``gate_bias``), A_log [HV], dt_bias [HV * K].
+    Parameters in addition to those of every layer: b_proj.kernel [E, HV], f_a_proj.kernel [E, r] and f_b_proj.kernel
+    [r, HV * K] (or f_proj.kernel [E, HV * K] if ``decay_rank`` is None), g_a_proj and g_b_proj likewise for [E, HV * V]
+    (with g_b_proj.bias if ``gate_bias``), A_log [HV], dt_bias [HV * K].
     """
 
     variant = "KDA"
@@ -41,14 +41,14 @@ class KimiDeltaAttention(LowRankLayer):
     ) -> None:
         """Args:
         hidden_size: E.
-        gate: activation of the output gate, "sigmoid" or "silu".
-        norm_eps: of the output norm.
-        lower_bound: makes the decay the bounded one, lower_bound * sigmoid(...); None is softplus.
-        decay_rank, gate_rank: width between the two factors of the projections of decays and of the output gate; None
-            is one matrix.
-        gate_bias: whether the output gate's projection has a bias.
-        rngs: for the initial weights.
-        options: those of all layers, ``LayerOptions``; num_heads and key_dim must be given.
+        gate: The activation of the output gate, "sigmoid" or "silu".
+        norm_eps: The epsilon of the output norm.
+        lower_bound: Selects the bounded decay, lower_bound * sigmoid(...); None is the decay by softplus.
+        decay_rank, gate_rank: The inner width of the two-factor projections for the decays and the output gate;
+            None uses one matrix.
+        gate_bias: Whether the output gate's projection has a bias.
+        rngs: Random numbers for the initial weights.
+        options: The options that all layers have, see ``LayerOptions``; num_heads and key_dim are required.
         """
         super().__init__(hidden_size, gate=gate, norm_eps=norm_eps, rngs=rngs, options=options)
         self.lower_bound = lower_bound

@@ -1,4 +1,4 @@
-"""The layers by the kind of mixer that checkpoints and models name, and which options each takes."""
+"""The layer class for each kind of mixer that checkpoints and models name, and the options that it takes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KINDS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def layer_of_kind(kind: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class of a kind of mixer ("gdn", "kda" or "gdn2"), and those of the settings that it takes.
+    """Return the class for a kind of mixer ("gdn", "kda" or "gdn2"), and those of the settings that it takes.
 
     Raises:
-        GdnError: there is no such kind.
+        GdnError: The kind is unknown.
     """
     if kind not in _KINDS:
         raise bad("settings.mixer.kind", repr(kind), f"be one of {', '.join(_KINDS)}")

@@ -1,7 +1,7 @@
-"""What the linear-attention layers share.
+"""The base class of the linear-attention layers.
 
-Shapes: B rows, T tokens, E hidden, H key heads, HV value heads, K and V their widths, W taps, N states (B, or the
-number of packed sequences).
+Shapes: B rows, T tokens, hidden size E, H key heads, HV value heads, K key and V value channels per head, W taps of the
+convolution, N states (B, or the number of packed sequences).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Array = Any
 
 
 class Layer(nnx.Module):
-    """Projections, convolution, the rule, output norm and gate; which gates there are is a class's own."""
+    """Projections, convolution, the rule, output norm and output gate; each subclass defines the gates of its rule."""
 
     #: The rule's variant, by its published name.
     variant: str
@@ -72,12 +72,15 @@ class Layer(nnx.Module):
         return Projection(inside, out, use_bias=bias, rngs=rngs, **dict(self._linear))
 
     def _by_heads(self, out: int, rngs: nnx.Rngs, bias: bool = False, keys: bool = False) -> Projection:
-        """A projection of x whose columns are those of value heads, or of key heads."""
+        """Make a projection of x whose columns belong to value heads or to key heads."""
         heads = ("key_heads", self.num_heads) if keys else ("heads", self.num_value_heads)
         return named_linear(self._project(self.hidden_size, out, rngs, bias), ("embed", self.hidden_size), heads)
 
     def _decay_parameters(self, heads: int, channels: int, rngs: nnx.Rngs, keys: bool = False) -> None:
-        """A_log [heads] and dt_bias [heads * channels] as the models' authors start them; ``keys``: of key heads."""
+        """Make A_log [heads] and dt_bias [heads * channels], initialised as by the models' authors.
+
+        ``keys``: whether the heads are key heads.
+        """
         axis = ("key_heads" if keys else "heads", heads)
         A_log = jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0))
         self.A_log = named(nnx.Param(A_log), axis)
@@ -87,7 +90,7 @@ class Layer(nnx.Module):
 
     @property
     def _channels(self) -> int:
-        """Channels of q, k and v together, which the convolution runs over."""
+        """The number of channels of the convolution: those of q, k and v."""
         return 2 * self.num_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def _conv(self) -> ShortConv:
@@ -99,11 +102,11 @@ class Layer(nnx.Module):
         return ShortConv(weight, jnp.concatenate(biases) if biases else None)
 
     def _gates(self, x: Array) -> dict[str, Any]:
-        """What the rule needs beside q, k and v, from x [..., E]."""
+        """Compute the gates that the rule needs in addition to q, k and v, from x [..., E]."""
         raise NotImplementedError
 
     def _z(self, x: Array) -> Array | None:
-        """The output gate before its activation, [..., HV * V]."""
+        """Compute the output gate before its activation, [..., HV * V]."""
         raise NotImplementedError
 
     def __call__(
@@ -116,15 +119,15 @@ class Layer(nnx.Module):
         segment_ids: Array | None = None,
         mask: Array | None = None,
     ) -> tuple[Array, MixerState | None]:
-        """Whole sequences.
+        """Apply the layer to whole sequences.
 
         Args:
             x: [B, T, E].
-            state: where to go on from; None is the start. recurrent [N, HV, K, V] float32, conv [N, W - 1, channels].
-            output_final_state: whether to return the state after the last token.
-            cu_seqlens: [N + 1], boundaries of packed sequences (then B = 1).
-            segment_ids: [B, T]; the state starts anew where the id changes.
-            mask: [B, T]; tokens that are False change nothing.
+            state: The initial state, recurrent [N, HV, K, V] in float32 and conv [N, W - 1, channels]; None is zeros.
+            output_final_state: Whether to return the state after the last token.
+            cu_seqlens: [N + 1], the boundaries of packed sequences (then B = 1).
+            segment_ids: [B, T]; the state is reset wherever the id changes.
+            mask: [B, T]; tokens with False do not change the state.
 
         Returns:
             y [B, T, E], and the state or None.
@@ -144,8 +147,8 @@ class Layer(nnx.Module):
         return self._projected(o), state
 
     def init_state(self, batch: int) -> MixerState:
-        """The state before the first token of ``batch`` rows, zeros: recurrent [batch, HV, K, V] and conv
-        [batch, W - 1, channels], both float32, as ``__call__`` and ``step`` return them."""
+        """Return the state before the first token of ``batch`` rows: zeros in recurrent [batch, HV, K, V] and conv
+        [batch, W - 1, channels], both in float32, as ``__call__`` and ``step`` return them."""
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
             raise bad("batch", repr(batch), "be a number of rows")
         recurrent = (batch, self.num_value_heads, self.key_dim, self.value_dim)
@@ -153,11 +156,11 @@ class Layer(nnx.Module):
         return MixerState(jnp.zeros(recurrent, jnp.float32), jnp.zeros(conv, jnp.float32))
 
     def step(self, x: Array, state: MixerState | None = None) -> tuple[Array, MixerState]:
-        """One token, for decoding.
+        """Apply the layer to one token per row, for decoding.
 
         Args:
             x: [B, E].
-            state: as ``__call__``, ``step`` or ``init_state`` returned it; None is the start of a sequence.
+            state: A state from ``__call__``, ``step`` or ``init_state``; None is the start of a sequence.
 
         Returns:
             y [B, E], and the new state.
@@ -172,13 +175,13 @@ class Layer(nnx.Module):
     def init_pool(
         self, num_slots: int, *, window: int = 0, dtype: str = "float32", state_dtype: str = "float32"
     ) -> StatePool:
-        """A pool of zero states for ``update``.
+        """Make a pool of zero states for ``update``.
 
         Args:
-            num_slots: one more than the requests that it can hold, since slot 0 is null.
-            window: tokens that can wait in a slot, one more than a step's drafts; 0 serves without drafts.
-            dtype: that of the projections of q, k and v.
-            state_dtype: in which recurrent states are stored.
+            num_slots: The number of requests that the pool can hold plus 1, because slot 0 is the null slot.
+            window: The number of tokens that can wait in a slot: the drafts of a step plus 1, or 0 without drafts.
+            dtype: The dtype of the projections of q, k and v.
+            state_dtype: The dtype in which recurrent states are stored.
         """
         return state_pool(
             num_slots,
@@ -203,11 +206,13 @@ class Layer(nnx.Module):
         window: int | None = None,
         checkpoint_every: int | None = None,
     ) -> tuple[Array, StatePool]:
-        """Tokens of many requests, for serving; see ``gated_delta_mixer_update``.
+        """Apply the layer to tokens of many requests, for serving; see ``gated_delta_mixer_update``.
 
         Args:
-            x: [T, E], ragged. pool: the states, whose memory the update takes. batch: the rows.
-            window, checkpoint_every: as there.
+            x: [T, E], the tokens of all rows, one row after another.
+            pool: The states. The update reuses their memory.
+            batch: The rows.
+            window, checkpoint_every: As in ``gated_delta_mixer_update``.
 
         Returns:
             y [T, E], 0 at padding, and the pool.
@@ -225,7 +230,7 @@ class Layer(nnx.Module):
         return self._projected(o), pool
 
     def _checked(self, state: MixerState | None, batch: int) -> MixerState | None:
-        """A state for ``step``, whose parts may be None."""
+        """Check a state for ``step``; its parts may be None."""
         if state is None:
             return None
         if not (isinstance(state, tuple) and len(state) == 2):
@@ -238,7 +243,7 @@ class Layer(nnx.Module):
         return MixerState(*state)
 
     def mixer_arguments(self, x: Array) -> dict[str, Any]:
-        """What a mixer takes of x [..., E], beside states."""
+        """Compute the arguments of a mixer from x [..., E], except for its states."""
         return {
             "qkv": (self.q_proj(x), self.k_proj(x), self.v_proj(x)),
             "conv": self._conv(),

@@ -1,12 +1,13 @@
-"""Lightning attention for Flax NNX: GLA with a fixed decay for each head, as Ling-2.6 has it.
+"""Lightning attention for Flax NNX: GLA with a fixed decay per head, as in Ling-2.6.
 
 Per token and head, with the state S [K, K] in float32 and slope s > 0:
 
     S = exp(-s) S + k v^T;    o = K ** -0.5 S^T q
 
-q and k are normalised over the head and turned by rotary positions before; o is normalised over groups of heads, times
-the sigmoid of a gate, and projected. The slope of head h of H in layer i of n, both counted from 0, is
-2 ** (-8 (h + 1) / H) (1 - (i - 1) / (n - 1) + 1e-5) where H is a power of two; else ``slopes`` says.
+Before that, q and k are normalised over the head and receive rotary position embeddings. Afterwards, o is normalised
+over groups of heads, multiplied by the sigmoid of a gate, and projected. If H is a power of two, the slope of head h of
+H in layer i of n (both numbered from 0) is 2 ** (-8 (h + 1) / H) (1 - (i - 1) / (n - 1) + 1e-5); for other H, see
+``slopes``.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ Array = Any
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
-    """Each head's decay: the state is multiplied by exp(-slope) a token [heads], float32.
+    """Return the slope of each head [heads] in float32; the state is multiplied by exp(-slope) at each token.
 
     Args:
-        heads: how many.
-        layer, layers: this layer's number, from 0, and how many the model has, with all kinds of attention.
+        heads: The number of heads.
+        layer: The number of this layer, from 0.
+        layers: The number of layers of the model, with all kinds of attention.
     """
 
     def steps(n: int) -> list[float]:
@@ -47,14 +49,14 @@ def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
 
 
 class LightningState(NamedTuple):
-    """recurrent: [B, H, K, K] float32. position: [B] int32, how many tokens each row has had."""
+    """The state: recurrent [B, H, K, K] in float32, and position [B] in int32, the tokens of each row so far."""
 
     recurrent: Array
     position: Array
 
 
 class _Scale(nnx.Module):
-    """The scale of an RMS norm over the last axis, of which ``groups`` parts are normalised apart; in float32."""
+    """An RMS norm with a scale over the last axis, of which ``groups`` parts are normalised separately; in float32."""
 
     def __init__(self, size: int, eps: float, groups: int, param_dtype: Any) -> None:
         self.scale = nnx.Param(jnp.ones((size,), param_dtype))
@@ -70,8 +72,8 @@ class _Scale(nnx.Module):
 class LightningAttention(nnx.Module):
     """A layer of lightning attention.
 
-    State: q_proj, k_proj, v_proj, g_proj .kernel [E, H * K], o_proj.kernel [H * K, E], g_norm.scale [H * K], and
-    q_norm.scale, k_norm.scale [K] where ``qk_norm``.
+    Parameters: q_proj, k_proj, v_proj, g_proj .kernel [E, H * K], o_proj.kernel [H * K, E], g_norm.scale [H * K], and
+    q_norm.scale, k_norm.scale [K] if ``qk_norm``.
     """
 
     @suggests_keywords
@@ -101,14 +103,16 @@ class LightningAttention(nnx.Module):
         """Args:
         hidden_size: E.
         num_heads, head_dim: H and K.
-        layer, layers: this layer's number, from 0, and how many the model has; the decay follows from them.
-        rotary_dim, rope_theta: positions turn the first ``rotary_dim`` channels of q and k, halves against each other.
-        norm_groups: parts of H * K that the output norm normalises apart.
-        norm_eps: of all norms.
-        qk_norm: whether q and k have norms.
-        gate: activation of the output gate; "sigmoid".
-        dtype, param_dtype, norm_dtype, projection_precision, precision, backend, sharding: as in ``GatedDeltaNet``.
-        rngs: for the initial weights.
+        layer, layers: The number of this layer, from 0, and of the model's layers; they determine the decay.
+        rotary_dim, rope_theta: The rotary embedding applies to the first ``rotary_dim`` channels of q and k, and
+            pairs the channels of their first and second halves.
+        norm_groups: The number of parts of H * K that the output norm normalises separately.
+        norm_eps: The epsilon of all norms.
+        qk_norm: Whether q and k are normalised.
+        gate: The activation of the output gate; "sigmoid".
+        dtype, param_dtype, norm_dtype, projection_precision, precision, backend, sharding: As in
+            ``GatedDeltaNet``.
+        rngs: Random numbers for the initial weights.
         """
         if gate != "sigmoid":
             raise bad("gate", repr(gate), "be 'sigmoid'")
@@ -135,12 +139,12 @@ class LightningAttention(nnx.Module):
         self.g_norm = _Scale(size, norm_eps, norm_groups, norm_dtype)
 
     def init_state(self, batch: int) -> LightningState:
-        """The state before the first token of so many rows."""
+        """Return the state before the first token of ``batch`` rows."""
         H, K = self.num_heads, self.head_dim
         return LightningState(jnp.zeros((batch, H, K, K), jnp.float32), jnp.zeros((batch,), jnp.int32))
 
     def _qkv(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """q, k, v [..., H, K] from x [..., E], turned by positions [...]."""
+        """Compute q, k, v [..., H, K] from x [..., E], with rotary embeddings for positions [...]."""
         heads = lambda t: t.reshape(*t.shape[:-1], self.num_heads, self.head_dim)  # noqa: E731
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         dtype = v.dtype
@@ -174,13 +178,13 @@ class LightningAttention(nnx.Module):
         output_final_state: bool = False,
         mask: Array | None = None,
     ) -> tuple[Array, LightningState | None]:
-        """Whole sequences.
+        """Apply the layer to whole sequences.
 
         Args:
             x: [B, T, E].
-            state: where to go on from; None is the start.
-            output_final_state: whether to return the state after the last token.
-            mask: [B, T]; tokens that are False change nothing, and have no position.
+            state: The initial state; None is the start of a sequence.
+            output_final_state: Whether to return the state after the last token.
+            mask: [B, T]; tokens with False do not change the state, and have no position.
 
         Returns:
             y [B, T, E], and the state or None.
@@ -206,11 +210,11 @@ class LightningAttention(nnx.Module):
         return self._output(o, x), after
 
     def step(self, x: Array, state: LightningState | None = None) -> tuple[Array, LightningState]:
-        """One token, for decoding.
+        """Apply the layer to one token per row, for decoding.
 
         Args:
             x: [B, E].
-            state: as ``__call__``, ``step`` or ``init_state`` returned it; None is the start of a sequence.
+            state: A state from ``__call__``, ``step`` or ``init_state``; None is the start of a sequence.
 
         Returns:
             y [B, E], and the new state.

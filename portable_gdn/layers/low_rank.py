@@ -1,4 +1,4 @@
-"""The decay and output gates of KDA and GDN-2: two factors each, or one matrix."""
+"""The projections for the decays and the output gate of KDA and GDN-2, each of two low-rank factors or one matrix."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Array = Any
 
 
 class LowRankLayer(Layer):
-    """A layer whose decays come by f_a_proj and f_b_proj (or f_proj), and whose output gate by g_a_proj and g_b_proj
-    (or g_proj)."""
+    """A layer whose decays are projected by f_a_proj and f_b_proj (or f_proj), and its output gate by g_a_proj and
+    g_b_proj (or g_proj)."""
 
     def _gate_projections(
         self,
@@ -27,7 +27,7 @@ class LowRankLayer(Layer):
         rngs: nnx.Rngs,
         keys: bool = False,
     ) -> None:
-        """The projections of ``decays`` numbers, those of value heads or of key heads, and of the output gate."""
+        """Make the projections for ``decays`` decays, per value head or per key head, and for the output gate."""
         E, values = self.hidden_size, self.num_value_heads * self.value_dim
         self.decay_rank, self.gate_rank = decay_rank, gate_rank
         if decay_rank is None:
@@ -44,7 +44,7 @@ class LowRankLayer(Layer):
             self.g_b_proj = named_linear(g_b_proj, None, ("heads", self.num_value_heads))
 
     def _decays(self, x: Array) -> Array:
-        """The raw projection of the decays, from x [..., E]."""
+        """Compute the raw projection of the decays from x [..., E]."""
         return self.f_proj(x) if self.decay_rank is None else self.f_b_proj(self.f_a_proj(x))
 
     def _z(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What the layers share of their options: names and types, and a sentence for what is wrong with them."""
+"""The options that all layers share, and the checks of a constructor's keywords."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 def checked_options(init: Callable[P, None]) -> Callable[P, None]:
-    """The constructor of a layer, with a sentence for keywords that are unknown, missing or of a wrong size.
+    """Decorate a layer's constructor to refuse keywords that are unknown, missing or of a wrong size, in one sentence.
 
     Its keywords are its own and those of ``LayerOptions``, which it takes as ``options``.
     """

@@ -1,4 +1,4 @@
-"""The parts of a layer that have weights of their own beside its projections."""
+"""The parts of a layer that have weights, apart from its projections."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ShortConvolution(nnx.Module):
 
 
 class GatedNorm(nnx.Module):
-    """RMS norm over a head, times scale [V], times the activated gate; in float32."""
+    """RMS norm over a head, times scale [V], times the activation of the gate; computed in float32."""
 
     def __init__(self, dim: int, eps: float, gate: str | None, param_dtype: Any) -> None:
         self.scale = nnx.Param(jnp.ones((dim,), param_dtype))
         self.eps, self.gate = eps, gate
 
     def __call__(self, o: Array, z: Array) -> Array:
-        """o and z: [..., V], z None where there is no gate; the result has o's dtype."""
+        """Apply the norm to o [..., V] with the gate z [..., V], or None without one; the result has o's dtype."""
         gate = None if self.gate is None else z.astype(jnp.float32)
         weight = self.scale[...].astype(jnp.float32)
         return gated_norm(jnp, o.astype(jnp.float32), weight, gate, self.eps, self.gate).astype(o.dtype)
 
     def as_option(self) -> GatedRMSNorm:
-        """This norm as ``gated_delta_mixer`` takes it."""
+        """Return this norm as the ``output_norm`` of ``gated_delta_mixer``."""
         return GatedRMSNorm(self.scale[...], self.eps, self.gate)
