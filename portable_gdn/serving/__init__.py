@@ -1,1 +1,1 @@
-"""Serving: a pool of states, and calls on ragged batches that update it (``spec/slots.py`` says what that means)."""
+"""Serving: a pool of states, and calls with ragged batches that update it; ``spec/slots.py`` defines their meaning."""

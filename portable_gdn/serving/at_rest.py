@@ -1,11 +1,11 @@
-"""States of a slot at rest, in few bytes: each head in a dtype of its own, chosen within an error that the user states.
+"""Store the states of a slot in fewer bytes: each head has its own dtype, chosen to keep the error within a limit.
 
-| dtype | bytes a number | what is kept |
+| dtype | bytes per number | precision |
 |---|---|---|
-| float32 | 4 | all |
-| int16 | 2 | 15 bits below the head's largest number, one float32 scale a head |
-| bfloat16 | 2 | 8 bits of each number |
-| int8 | 1 | 7 bits below the largest number of a key channel's row, one float32 scale a row |
+| float32 | 4 | exact |
+| int16 | 2 | 15 bits below the head's largest number; one float32 scale per head |
+| bfloat16 | 2 | 8 significant bits of each number |
+| int8 | 1 | 7 bits below the largest number of a key channel's row; one float32 scale per row |
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SHARED = {"int16": (1, 2), "int8": (2,)}
 
 
 class PackedStates(NamedTuple):
-    """States [HV, K, V] whose heads have dtypes of their own.
+    """States [HV, K, V] with a dtype per head.
 
     Attributes:
-        dtypes: of each head.
-        parts: by dtype, the states of its heads in ascending order [heads, K, V].
-        scales: of the integer dtypes, float32 [heads, 1, 1] (int16) or [heads, K, 1] (int8).
+        dtypes: The dtype of each head.
+        parts: For each dtype, the states of its heads in ascending order [heads, K, V].
+        scales: For each integer dtype, its scales in float32: [heads, 1, 1] (int16) or [heads, K, 1] (int8).
     """
 
     dtypes: tuple[str, ...]
@@ -44,19 +44,19 @@ class PackedStates(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The bytes of all arrays."""
         return sum(a.nbytes for a in (*self.parts.values(), *self.scales.values()))
 
 
 def pack(states: np.ndarray, dtypes: str | Sequence[str]) -> PackedStates:
-    """States [HV, K, V] with each head stored in a dtype.
+    """Store each head of states [HV, K, V] in its dtype.
 
     Args:
-        states: float32 or bfloat16, as ``StatePool.export`` returns them; finite where a head's dtype is an integer.
-        dtypes: one for all heads, or one a head, of ``DTYPES``.
+        states: Float32 or bfloat16, as ``StatePool.export`` returns them; heads with an integer dtype must be finite.
+        dtypes: One of ``DTYPES`` for all heads, or one for each head.
 
     Raises:
-        GdnError: a dtype is none of these, there are not as many as heads, or a number is not finite.
+        GdnError: A dtype is unknown, their number is not that of the heads, or a number is not finite.
     """
     if states.ndim != 3:
         raise bad("states", f"of shape {list(states.shape)}", "be [HV, K, V]")
@@ -86,7 +86,7 @@ def pack(states: np.ndarray, dtypes: str | Sequence[str]) -> PackedStates:
 
 
 def unpack(packed: PackedStates) -> np.ndarray:
-    """The states, float32 [HV, K, V]."""
+    """Return the states in float32 [HV, K, V]."""
     shape = next((a.shape[1:] for a in packed.parts.values()), (0, 0))
     states = np.zeros((len(packed.dtypes), *shape), np.float32)
     for dtype, part in packed.parts.items():
@@ -98,15 +98,16 @@ def unpack(packed: PackedStates) -> np.ndarray:
 
 
 def choose_dtypes(errors: Mapping[str, Sequence[float]], within: float, among: Sequence[str] = DTYPES) -> list[str]:
-    """For each head the dtype of fewest bytes whose error is within what is stated; float32 where none is.
+    """Choose for each head the smallest dtype whose error is within the limit, or float32 if there is none.
 
     Args:
-        errors: by dtype, the relative error of each head's outputs, as ``portable-gdn doctor --states`` measures them.
-        within: the largest error that is allowed, relative to a head's outputs.
-        among: the dtypes to choose from.
+        errors: For each dtype, the relative error of each head's outputs, as ``portable-gdn doctor --states`` measures
+            it.
+        within: The largest error allowed, relative to the head's outputs.
+        among: The dtypes to choose from.
 
     Raises:
-        GdnError: ``within`` is no positive number, or a dtype has no errors.
+        GdnError: ``within`` is not a positive number, or ``errors`` lacks a dtype.
     """
     if not isinstance(within, (int, float)) or isinstance(within, bool) or not within > 0:
         raise bad("within", repr(within), "be a positive number, the error relative to a head's outputs")

@@ -1,4 +1,4 @@
-"""The batch of an update: which tokens belong to which request, and where its states lie."""
+"""The batch of an update: which tokens belong to which request, and which slots hold their states."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Array = Any
 
 
 class Batch(NamedTuple):
-    """The rows of an update, each some tokens of one request; made once a step, for all layers.
+    """The rows of an update: each row has tokens of one request. Made once per step, for all layers.
 
-    All are integer arrays, on the host (lists and numpy arrays, too) or on the device, of shapes that stay the same
-    from step to step where one compiled program is to serve all: rows and tokens that a step does not need are padding.
+    All attributes are integer arrays on the host (including lists and numpy arrays) or on the device. For one compiled
+    program to serve all steps, their shapes must stay the same; unused rows and tokens are padding.
 
     Attributes:
-        query_start_loc: [N + 1], where each row's tokens begin in [T, ...], from 0 on and never decreasing; equal
-            neighbours are rows without tokens, and tokens behind the last entry are padding.
-        state_indices: [N], the slot of each row's request; 0 and below are no slot, and their rows give o = 0.
-        num_computed_tokens: [N], tokens of the request before this step's, without rejected ones; 0 starts from zeros.
-        num_accepted_tokens: [N], how many of the tokens that wait in the row's slot are accepted, from the first one
-            on; ignored where none wait. None accepts all.
-        read_state_indices: [N], slots to read instead, which stay as they are: copy-on-write. Rows that start from
-            zeros read none.
+        query_start_loc: [N + 1], the first token of each row in [T, ...]; it starts at 0 and never decreases. Equal
+            neighbours are rows without tokens, and tokens after the last entry are padding.
+        state_indices: [N], the slot of each row's request. A row with 0 or less has no slot, and its o is 0.
+        num_computed_tokens: [N], the request's tokens before this step, without rejected ones; 0 starts from zeros.
+        num_accepted_tokens: [N], how many of the tokens that wait in the row's slot are accepted, counted from the
+            first; ignored if none wait. None accepts all.
+        read_state_indices: [N], slots to read instead and leave unchanged (copy-on-write). Rows that start from zeros
+            read no slot.
         checkpoint_indices: [N, P], slots for the states at the next P multiples of ``checkpoint_every`` that the row's
-            committed tokens reach; 0 and below keep none.
+            committed tokens reach; 0 or less stores none.
     """
 
     query_start_loc: Array
@@ -38,10 +38,10 @@ class Batch(NamedTuple):
     checkpoint_indices: Array | None = None
 
     def operands(self) -> dict[str, Array]:
-        """The arrays that are there, by the names that errors call them by.
+        """Return the arrays that are given, by their names in error messages.
 
         Raises:
-            GdnError: one that must be there is None.
+            GdnError: A required array is None.
         """
         for name in ("query_start_loc", "state_indices", "num_computed_tokens"):
             if getattr(self, name) is None:

@@ -1,4 +1,4 @@
-"""What an engine calls once a step and layer: the rule and the mixer on ragged tokens, with states in a pool."""
+"""The calls that a serving engine makes per step and layer: the rule and the mixer on ragged tokens, with a pool."""
 
 from __future__ import annotations
 
@@ -44,26 +44,30 @@ def gated_delta_rule_update(
     check_values: bool = False,
     backend: str | None = None,
 ) -> tuple[Array, StatePool]:
-    """The rule on a ragged batch of prefill pieces, single tokens and windows of drafts, with states in a pool.
+    """Compute the rule on a ragged batch of prefill pieces, single tokens and windows of drafts, with states in a pool.
+
+    The arguments that are not listed here are those of ``gated_delta_rule``. A compiled program depends only on shapes:
+    T, N, and those of the pool.
 
     Args:
-        q, k: [T, H, K]; v: [T, HV, V]; g, beta, erase and write: as in ``gated_delta_rule``, without the axis of rows.
-        pool: the states. Of JAX arrays an update takes their memory: use the pool that it returns. Of torch tensors it
-            is written in place.
-        batch: the rows.
-        window: rows of at most so many tokens leave them waiting in their slots until the request's next row says how
-            many are accepted; longer rows commit theirs at once. For n drafts behind one token that is n + 1. None
-            is as many as the pool has room for; 0 commits everything at once.
-        checkpoint_every: tokens between the checkpoints that go to ``batch.checkpoint_indices``, counted from the
-            request's first token.
-        check_values: look at contents, too: slots, boundaries, counts, and two rows that write one slot.
-        The rest as in ``gated_delta_rule``. Compiled programs depend on shapes alone: T, N, and the pool's.
+        q, k: [T, H, K].
+        v: [T, HV, V].
+        g, beta, erase, write: As in ``gated_delta_rule``, without the axis of rows.
+        pool: The states. With JAX arrays, the update reuses their memory, so use the pool that it returns. Torch
+            tensors are updated in place.
+        batch: The rows.
+        window: The tokens of a row with at most this many wait in their slot until the request's next row says how many
+            are accepted; longer rows commit their tokens at once. For n drafts after one token, it is n + 1. None uses
+            the pool's room; 0 commits everything at once.
+        checkpoint_every: The number of tokens between the checkpoints for ``batch.checkpoint_indices``, counted from
+            the request's first token.
+        check_values: Whether to check contents too: slots, boundaries, counts, and two rows that write one slot.
 
     Returns:
         o [T, HV, V] in v's dtype, 0 at padding, and the pool.
 
     Raises:
-        GdnError: an argument is wrong, or the backend named cannot compute the call.
+        GdnError: An argument is wrong, or the named backend cannot run the call.
     """
     operands = {"q": q, "k": k, "v": v}
     add(operands, g=g, beta=beta, erase=erase, write=write)
@@ -107,18 +111,20 @@ def gated_delta_mixer_update(
     check_values: bool = False,
     backend: str | None = None,
 ) -> tuple[Array, StatePool]:
-    """Short convolution, l2 norm, gates and rule on a ragged batch, with both of a mixer's states in a pool.
+    """Compute the short convolution, l2 norm, gates and rule on a ragged batch, with both states of a mixer in a pool.
+
+    The arguments that are not listed here are those of ``gated_delta_rule_update`` and ``gated_delta_mixer``.
 
     Args:
-        qkv: one array [T, channels] of q | k | v side by side, or three: [T, H * K] twice and [T, HV * V].
-        conv, num_heads, key_dim, output_norm: as in ``gated_delta_mixer``. z: [T, HV, V] or [T, HV * V].
-        The rest as in ``gated_delta_rule_update``, and as in ``gated_delta_mixer``.
+        qkv: One array [T, channels] of q | k | v, or three arrays [T, H * K], [T, H * K] and [T, HV * V].
+        conv, num_heads, key_dim, output_norm: As in ``gated_delta_mixer``.
+        z: [T, HV, V] or [T, HV * V].
 
     Returns:
         o [T, HV, V] in qkv's dtype, 0 at padding, and the pool.
 
     Raises:
-        GdnError: an argument is wrong, or the backend named cannot compute the call.
+        GdnError: An argument is wrong, or the named backend cannot run the call.
     """
     mixed = {"g": g, "beta": beta, "erase": erase, "write": write, "z": z}
     operands, kinds = mixer_operands(qkv, conv, output_norm, gate, None, mixed)
@@ -138,10 +144,10 @@ def gated_delta_mixer_update(
 
 
 def update_operands(pool: StatePool | None, batch: Batch | None) -> dict[str, Array]:
-    """The arrays of a pool and a batch as operands of a call.
+    """Return the arrays of a pool and a batch as operands of a call.
 
     Raises:
-        GdnError: one of the two is something else.
+        GdnError: ``pool`` is not a ``StatePool``, or ``batch`` is not a ``Batch``.
     """
     if not isinstance(pool, StatePool):
         raise bad("pool", f"a {type(pool).__name__}", "be a StatePool, as state_pool makes one")

@@ -1,4 +1,4 @@
-"""The pool of states: made, its slots copied, and a request's states taken out of it and put into another one."""
+"""The pool of states: make one, copy its slots, export a request's states and import them into another pool."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ _STATE_DTYPES = POOL_OPERANDS[RECURRENT].dtypes
 
 
 class SlotStates(NamedTuple):
-    """What one slot of a pool holds, on the host: numpy arrays, whatever the pool's library and layout.
+    """The contents of one slot on the host: numpy arrays, whatever the pool's library and layout.
 
-    recurrent: [HV, K, V]. conv: [W - 1, channels] or None. window: the tokens that wait, [pending, ...] by name.
+    Attributes:
+        recurrent: [HV, K, V].
+        conv: [W - 1, channels], or None.
+        window: The tokens that wait, [pending, ...] by name.
     """
 
     recurrent: np.ndarray
@@ -31,16 +34,17 @@ class SlotStates(NamedTuple):
 
 
 class StatePool(NamedTuple):
-    """States of many requests, a slot each; slot 0 is null, and is neither read nor written. A pytree for JAX.
+    """The states of many requests, one slot each. Slot 0 is the null slot, which is never read or written.
 
-    ``state_pool`` makes one. A free slot may hold anything: a request whose first token is computed starts from zeros.
+    Make one with ``state_pool``. It is a pytree for JAX. A free slot may hold any values: a request starts from zeros
+    when its first token is computed.
 
     Attributes:
-        recurrent: [S, HV, K, V] (or [S, HV, V, K] by state_layout), the states after all committed tokens.
-        conv: [S, W - 1, channels], the last committed inputs of the convolution q | k | v, or None without one.
-        window: the inputs and gates [S, R, ...], by name, of tokens that wait until they are accepted; None where the
-            pool has no room for any.
-        pending: int32 [S], how many wait in each slot; None likewise.
+        recurrent: [S, HV, K, V] (or [S, HV, V, K] with state_layout "vk"), the states after all committed tokens.
+        conv: [S, W - 1, channels], the last committed inputs of the convolution q | k | v; None without convolution.
+        window: The inputs and gates [S, R, ...], by name, of tokens that wait until they are accepted; None if the pool
+            has no room for any.
+        pending: int32 [S], the number of tokens that wait in each slot; None if the pool has no room for any.
     """
 
     recurrent: Array
@@ -49,36 +53,38 @@ class StatePool(NamedTuple):
     pending: Array | None = None
 
     def operands(self) -> dict[str, Array]:
-        """The arrays that are there, by the names that errors call them by."""
+        """Return the arrays that the pool has, by their names in error messages."""
         named = {"recurrent": self.recurrent, "conv": self.conv, "pending": self.pending}
         found = {f"pool.{name}": a for name, a in named.items() if a is not None}
         return found | {f"pool.window.{name}": a for name, a in (self.window or {}).items()}
 
     def replaced(self, arrays: Mapping[str, Array]) -> StatePool:
-        """This pool with other arrays, named as ``operands`` names them."""
+        """Return this pool with other arrays, which have the names of ``operands``."""
         window = None if self.window is None else {name: arrays[f"pool.window.{name}"] for name in self.window}
         return StatePool(arrays["pool.recurrent"], arrays.get("pool.conv"), window, arrays.get("pool.pending"))
 
     def copy(self, source: int | Array, destination: int | Array) -> StatePool:
-        """The pool with the contents of some slots, waiting tokens among them, in other slots, too.
+        """Copy the contents of slots, including waiting tokens, to other slots.
 
         Args:
-            source, destination: slots, numbers or integer arrays of one length. A destination of 0 or below, or a slot
-                that is none of the pool's on either side, copies nothing.
+            source, destination: Slots, as numbers or as integer arrays of one length. Nothing is copied if the
+                destination is 0 or less, or if either is not a slot of the pool.
 
         Returns:
-            The pool: of torch tensors this one, written in place. All sources are read before any slot is written.
+            The pool; with torch tensors it is this one, updated in place. All sources are read before any slot is
+            written.
         """
         return self.replaced(_copy(self.operands(), source, destination))
 
     def export(self, slot: int, *, state_layout: str = "kv") -> SlotStates:
-        """What a slot holds, on the host, with the recurrent states [HV, K, V] whatever this pool's layout.
+        """Return the contents of a slot on the host; recurrent states are [HV, K, V] whatever the pool's layout.
 
         Args:
-            slot: its number, at least 1. state_layout: that of this pool.
+            slot: The number of the slot, at least 1.
+            state_layout: The layout of this pool.
 
         Raises:
-            GdnError: the pool has no such slot.
+            GdnError: The pool has no such slot.
         """
         _check_slot(slot, self.recurrent.shape[0])
         _check_layout(state_layout)
@@ -91,14 +97,15 @@ class StatePool(NamedTuple):
         return SlotStates(recurrent, held.get("pool.conv"), window)
 
     def import_(self, slot: int, states: SlotStates, *, state_layout: str = "kv") -> StatePool:
-        """The pool with what ``export`` returned, of this or of another pool, in a slot.
+        """Return the pool with a slot's contents replaced by what ``export`` returned, for this or another pool.
 
         Args:
-            slot: its number, at least 1. states: of a pool of the same sizes, in any library, layout and dtypes.
-            state_layout: that of this pool.
+            slot: The number of the slot, at least 1.
+            states: From a pool with the same sizes; its library, layout and dtypes may differ.
+            state_layout: The layout of this pool.
 
         Raises:
-            GdnError: the pool has no such slot, or the states are none for it.
+            GdnError: The pool has no such slot, or the states do not fit it.
         """
         _check_slot(slot, self.recurrent.shape[0])
         _check_layout(state_layout)
@@ -146,24 +153,25 @@ def state_pool(
     groups: int | None = None,
     device: Any = None,
 ) -> StatePool:
-    """A pool of zero states.
+    """Make a pool of zero states.
 
     Args:
-        num_slots: S, one more than the requests that it can hold, since slot 0 is null.
+        num_slots: S, the number of requests that the pool can hold plus 1, because slot 0 is the null slot.
         library: "jax", "torch" or "numpy".
-        num_heads, key_dim: H and K. num_value_heads, value_dim: HV and V; None is H and K.
-        dtype: that of q, k and v, in which inputs wait and are kept for the convolution.
-        state_dtype: in which recurrent states are stored: float32 or bfloat16.
+        num_heads, key_dim: H and K.
+        num_value_heads, value_dim: HV and V; None means H and K.
+        dtype: The dtype of q, k and v, in which waiting inputs and those of the convolution are stored.
+        state_dtype: The dtype in which recurrent states are stored: float32 or bfloat16.
         state_layout: "kv", or "vk" for states [S, HV, V, K].
-        conv_width: W of the mixer's convolution; None makes a pool for the bare rule.
-        window: R, the tokens that can wait in a slot until they are accepted: one more than a step's drafts. 0 for
-            serving without drafts.
-        variant: the rule's, by the names of ``portable_gdn.spec.variants``: which gates wait along. For "tile-grouped"
-            ``groups`` says how many decays a head has.
-        device: a torch device or a JAX device or sharding; None is the library's default.
+        conv_width: W of the mixer's convolution; None makes a pool for the rule without a convolution.
+        window: R, the number of tokens that can wait in a slot until they are accepted: the drafts of a step plus 1, or
+            0 for serving without drafts.
+        variant: The variant of the rule, a name of ``portable_gdn.spec.variants``. It determines which gates wait with
+            the tokens. For "tile-grouped", ``groups`` is the number of decays per head.
+        device: A torch device, or a JAX device or sharding; None is the library's default.
 
     Raises:
-        GdnError: an argument is wrong.
+        GdnError: An argument is wrong.
     """
     _check_sizes(
         num_slots=num_slots,
@@ -207,7 +215,7 @@ def state_pool(
 
 
 def _gates(variant: str, groups: int | None, K: int, V: int) -> dict[str, tuple[int, ...]]:
-    """The gates of a variant, and their axes behind that of the heads."""
+    """Return the gates of a variant, and the axes that follow the heads in each."""
     if variant not in VARIANTS:
         raise bad("variant", repr(variant), f"be one of {', '.join(VARIANTS)}")
     decay, erase, write = VARIANTS[variant]
