@@ -1,4 +1,4 @@
-"""Whole models in JAX: a ported checkpoint as a Flax NNX module that gives logits and writes text.
+"""Whole models in JAX: load a ported checkpoint as a Flax NNX module, compute logits, and generate text.
 
     from portable_gdn.models import generate, load_model
 
@@ -6,8 +6,8 @@
     logits, _ = model(ids)                              # ids [B, T] -> logits [B, T, V]
     tokens = generate(model, ids, max_new_tokens=64).tokens
 
-One decoder computes all families; what a family is like is a record of settings, ``DecoderSettings``, which
-``load_model`` makes of the port's config.json. Parameters have the names of the port's leaves.
+One decoder serves all families. The differences between them are settings, ``DecoderSettings``, which ``load_model``
+reads from the port's config.json. Parameters have the names of the port's leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax attention of a decoder layer: grouped heads, norms of q and k, partial rotary positions, an output gate."""
+"""Softmax attention of a decoder layer: grouped heads, norms of q and k, partial rotary embedding, output gate."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ QUERIES = 512
 
 
 def rotated(x: Array, positions: Array, theta: float, channels: int) -> Array:
-    """The first channels of each head turned by their position, channel i with channel i + channels / 2.
+    """Apply the rotary embedding to the first channels of each head; channel i is paired with channel i + channels / 2.
 
     Args:
         x: [B, T, H, D].
-        positions: [B, T], of each token among its row's unpadded ones.
-        theta: base of the frequencies.
-        channels: how many are turned; even.
+        positions: [B, T], the position of each token among its row's tokens that are not padding.
+        theta: The base of the frequencies.
+        channels: The number of channels to rotate, which is even.
     """
     half = channels // 2
     frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) * 2 / channels)
@@ -49,17 +49,18 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Array:
-    """Each query over the keys up to its own place; scores and softmax are float32.
+    """Compute causal attention; scores and softmax are in float32.
 
     Args:
         q: [B, T, H, D].
         k: [B, L, Hkv, D]; H is a multiple of Hkv.
         v: [B, L, Hkv, V].
-        seen: [B, L] bool, keys that are no padding. A query always sees its own place, so that padding makes no NaN.
-        start: the place of the first query among the keys.
-        precision: of the products.
-        scale: of the scores; None is D ** -0.5.
-        window: how many places a query sees, its own among them; None is all before it.
+        seen: [B, L] bool, True for keys that are not padding. A query always attends to its own place, so that rows
+            of padding do not become NaN.
+        start: The place of the first query among the keys.
+        precision: The precision of the products.
+        scale: The factor of the scores; None is D ** -0.5.
+        window: The number of places that a query attends to, including its own; None is all before it.
 
     Returns:
         [B, T, H, V], in v's dtype.
@@ -84,7 +85,7 @@ def attend(
 
 
 def _by_blocks(block: Callable[[Array, Array], Array], q: Array, places: Array) -> Array:
-    """``block`` over QUERIES queries at a time; its scores are computed again for the gradient."""
+    """Apply ``block`` to QUERIES queries at a time; the backward pass computes their scores again."""
     T = q.shape[1]
     count = -(-T // QUERIES)
     more = count * QUERIES - T
@@ -123,24 +124,24 @@ class Attention(nnx.Module):
             self.k_norm = Norm(Hkv * D if whole else D, settings.norm_eps, zero_centred, numerics)
 
     def init_cache(self, batch: int, length: int, dtype: Any) -> KV:
-        """An empty cache of this layer."""
+        """Return an empty cache for this layer."""
         shape = (batch, length, self.settings.num_kv_heads, self.settings.head_dim)
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def __call__(
         self, x: Array, positions: Array, seen: Array, past: KV | None, start: Array | int
     ) -> tuple[Array, KV | None]:
-        """Whole sequences, or what follows those in the cache.
+        """Apply the layer to whole sequences, or to tokens that follow those in the cache.
 
         Args:
             x: [B, T, E].
-            positions: [B, T], of each token among its row's unpadded ones.
-            seen: [B, L] bool, places that are no padding, these tokens' among them; L is T without a cache.
-            past: the cache of this layer; None keeps nothing.
-            start: the place of the first token in the cache.
+            positions: [B, T], the position of each token among its row's tokens that are not padding.
+            seen: [B, L] bool, True for places that are not padding, including these tokens; L is T without a cache.
+            past: The cache of this layer; None returns none.
+            start: The place of the first token in the cache.
 
         Returns:
-            y [B, T, E], and the cache with these tokens in it, or None.
+            y [B, T, E], and the cache with these tokens added, or None.
         """
         s = self.settings
         B, T, _ = x.shape
@@ -163,5 +164,5 @@ class Attention(nnx.Module):
         return self.o_proj(o.reshape(B, T, -1)), past
 
     def _normed(self, norm: Norm, x: Array) -> Array:
-        """The heads [B, T, H, D] after a norm over each, or over all together."""
+        """Normalise the heads [B, T, H, D], each by itself or all together."""
         return norm(x) if self.settings.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

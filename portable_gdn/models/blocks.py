@@ -1,4 +1,4 @@
-"""The parts of a decoder layer beside its attention: norm, dense MLP, mixture of experts."""
+"""The parts of a decoder layer other than attention: norm, dense MLP, mixture of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = Any
 
 
 class Norm(nnx.Module):
-    """RMS norm over the last axis, in float32, times scale [dim], or 1 + scale where it is zero-centred."""
+    """RMS norm over the last axis in float32, times scale [dim], or times 1 + scale if it is zero-centred."""
 
     def __init__(self, dim: int, eps: float, zero_centred: bool, numerics: Numerics) -> None:
         start = jnp.zeros if zero_centred else jnp.ones
@@ -28,7 +28,7 @@ class Norm(nnx.Module):
         self.eps, self.zero_centred = eps, zero_centred
 
     def __call__(self, x: Array) -> Array:
-        """x [..., dim]; the result has its shape and dtype."""
+        """Normalise x [..., dim]; the result has its shape and dtype."""
         y, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return (y * (1 + scale if self.zero_centred else scale)).astype(x.dtype)
@@ -44,17 +44,19 @@ class MLP(nnx.Module):
         self.down_proj = numerics.linear(intermediate_size, hidden_size, rngs, (columns, rows))
 
     def __call__(self, x: Array) -> Array:
-        """x [..., E] to [..., E]."""
+        """Apply the MLP to x [..., E]; the result is [..., E]."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class ChoiceBias(nnx.Variable[Any]):
-    """What is added to an expert's score where experts are chosen, and nowhere else. It has no gradient: who trains it
-    moves it by how busy an expert is."""
+    """A bias that is added to an expert's score for the choice of experts only.
+
+    It has no gradient: a training loop adjusts it by the load of each expert.
+    """
 
 
 class Router(nnx.Module):
-    """Logits of the experts: kernel [E, X], and where scores are sigmoids, bias [X], for the choice alone."""
+    """Logits of the experts: kernel [E, X], and bias [X] for the choice only if scores are sigmoids."""
 
     def __init__(self, hidden_size: int, settings: ExpertSettings, numerics: Numerics, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()
@@ -65,7 +67,7 @@ class Router(nnx.Module):
         self.settings, self.numerics = settings, numerics
 
     def __call__(self, x: Array) -> Array:
-        """x [n, E] to float32 [n, X]; the product of routers with sigmoids is float32, too."""
+        """Compute the logits [n, X] in float32 from x [n, E]; routers with sigmoids multiply in float32 too."""
         if self.settings.scores == "softmax":
             kernel = self.kernel[...].astype(x.dtype)
             return jnp.dot(x, kernel, precision=self.numerics.precision).astype(jnp.float32)
@@ -74,7 +76,7 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Each token through the experts that the router gives most to, and through one that all tokens share."""
+    """A mixture of experts: each token passes through the experts with the largest scores and a shared expert."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class MoE(nnx.Module):
                 self.shared_expert_gate = numerics.linear(hidden_size, 1, rngs)
 
     def weights(self, x: Array) -> tuple[Array, Array]:
-        """x [n, E] to what each token gives its experts, float32 [n, k], and their numbers [n, k]."""
+        """Return the float32 weights [n, k] of each token's experts, and their numbers [n, k], from x [n, E]."""
         s, logits = self.settings, self.router(x)
         if s.scores == "softmax":
             shares = jax.nn.softmax(logits, axis=-1)  # over all, before any is left out
@@ -110,7 +112,7 @@ class MoE(nnx.Module):
         return weights * s.scale, chosen
 
     def _in_groups(self, rated: Array) -> Array:
-        """Scores [n, X], those of groups that are not used -inf."""
+        """Set the scores [n, X] of groups that are not chosen to -inf."""
         s = self.settings
         if s.groups == s.groups_used:
             return rated
@@ -120,7 +122,7 @@ class MoE(nnx.Module):
         return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(rated.shape)
 
     def __call__(self, x: Array) -> Array:
-        """x [B, T, E] to [B, T, E]."""
+        """Apply the mixture to x [B, T, E]; the result is [B, T, E]."""
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = (a.reshape(*x.shape[:2], -1) for a in self.weights(rows))
         y = self.experts(x, weights, chosen)

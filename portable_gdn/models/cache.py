@@ -1,4 +1,4 @@
-"""What a decoder keeps of the tokens before: keys and values of attention, states of the mixers."""
+"""The cache of a decoder: keys and values of attention layers, states of the mixers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Array = Any
 
 
 class KV(NamedTuple):
-    """Keys (rotated) and values of a layer, [B, L, Hkv, D]; L is fixed, places after the last token hold zeros. Those
-    of layers that share a compiled body are stacked, [layers, B, L, Hkv, D]."""
+    """The keys (after rotary embedding) and values of a layer, [B, L, Hkv, D].
+
+    L is fixed; places after the last token hold zeros. Layers that share a compiled body are stacked: [layers, B, L,
+    Hkv, D].
+    """
 
     k: Array
     v: Array
@@ -24,33 +27,36 @@ class KV(NamedTuple):
     """Which of the stacked layers is meant, while it computes."""
 
     def with_tokens(self, k: Array, v: Array, start: Array | int) -> KV:
-        """Put those of new tokens, [B, T, Hkv, D], from place ``start`` on."""
+        """Write the keys and values of new tokens, [B, T, Hkv, D], from place ``start`` on."""
         return self._replace(k=_put(self.k, k, start, self.number), v=_put(self.v, v, start, self.number))
 
     def of_layer(self) -> tuple[Array, Array]:
-        """Keys and values [B, L, Hkv, D] of the layer that is meant."""
+        """Return the keys and values [B, L, Hkv, D] of one layer."""
         return _one(self.k, self.number), _one(self.v, self.number)
 
 
 class Latents(NamedTuple):
-    """What latent attention keeps of a layer's tokens, [B, L, rank + shared_dim]: the normalised latent vector, from
-    which keys and values of all heads follow, and the part of the keys that heads share. Stacked as those of KV."""
+    """The cache of latent attention for a layer, [B, L, rank + shared_dim].
+
+    It holds the normalised latent vector of each token, from which the keys and values of all heads are computed, and
+    the part of the keys that all heads share. Layers are stacked as in ``KV``.
+    """
 
     both: Array
     number: Array | None = None
     """Which of the stacked layers is meant, while it computes."""
 
     def with_tokens(self, both: Array, start: Array | int) -> Latents:
-        """Put those of new tokens, [B, T, rank + shared_dim], from place ``start`` on."""
+        """Write the entries of new tokens, [B, T, rank + shared_dim], from place ``start`` on."""
         return self._replace(both=_put(self.both, both, start, self.number))
 
     def of_layer(self) -> Array:
-        """The array [B, L, rank + shared_dim] of the layer that is meant."""
+        """Return the array [B, L, rank + shared_dim] of one layer."""
         return _one(self.both, self.number)
 
 
 def _put(all_: Array, new: Array, start: Array | int, number: Array | None) -> Array:
-    """Tokens in their places; of stacked layers only these places are written, so that a loop may do it in place."""
+    """Write tokens to their places; stacked layers write only these, so that a loop can update in place."""
     new = new.astype(all_.dtype)
     if number is None:
         return jax.lax.dynamic_update_slice_in_dim(all_, new, start, 1)
@@ -63,7 +69,7 @@ def _one(all_: Array, number: Array | None) -> Array:
 
 
 class Cache(NamedTuple):
-    """A pytree of fixed shapes, as ``Decoder.init_cache`` makes it and every call returns it anew."""
+    """A pytree with fixed shapes. ``Decoder.init_cache`` makes one, and every call returns an updated one."""
 
     layers: tuple[KV | Latents | MixerState, ...]
     """A layer's KV [B, L, Hkv, D], or its mixer's state, float32, of a size that no token changes; for all bodies of
@@ -75,9 +81,9 @@ class Cache(NamedTuple):
 
     @property
     def length(self) -> int:
-        """L, for how many tokens there is room."""
+        """L, the number of tokens for which the cache has room."""
         return self.seen.shape[1]
 
     def positions(self) -> Array:
-        """[B] int32: how many unpadded tokens each row holds, which is the next one's position."""
+        """[B] int32: the number of tokens in each row without padding, which is the position of the next one."""
         return jnp.sum(self.seen, axis=1, dtype=jnp.int32)

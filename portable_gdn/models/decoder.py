@@ -36,8 +36,11 @@ def _mixer(hidden_size: int, settings: MixerSettings, options: dict[str, Any], r
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the attention is ``mixer`` (linear) or ``attention``. Where norms
-    stand behind them it is x + norm(attention(x)), then x + norm(mlp(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The attention is ``mixer`` (linear) or ``attention``. If norms come after, the layer is x + norm(attention(x)), then
+    x + norm(mlp(x)).
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Array, positions: Array, mask: Array | None, seen: Array, past: Any, start: Array | int
     ) -> tuple[Array, Any]:
-        """x [B, T, E] to the same, and what the cache holds for this layer (None where ``past`` is None)."""
+        """Apply the layer to x [B, T, E]; return the result, and this layer's cache (None if ``past`` is None)."""
         h = x if self.post_norm else self.input_norm(x)
         if not self.linear:
             y, past = self.attention(h, positions, seen, past, start)
@@ -92,7 +95,7 @@ class DecoderLayer(nnx.Module):
 
 
 def _stacked(make: Callable[[nnx.Rngs], DecoderLayer], count: int, rngs: nnx.Rngs) -> DecoderLayer:
-    """A layer whose parameters are those of so many, each drawn anew, along a first axis."""
+    """Make a layer with the parameters of several layers, initialised independently and stacked on the first axis."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), count)
     states = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(params=key)))[1])(keys)
@@ -107,16 +110,16 @@ def _repeated(
     pasts: list[Any],
     call: Callable[[DecoderLayer, Array, Any], tuple[Array, Any]],
 ) -> tuple[Array, list[Any]]:
-    """A period of stacked layers, so many times, in a loop that is compiled once.
+    """Apply a period of stacked layers ``times`` times in a loop that is compiled once.
 
-    Caches are carried and not collected, so that of keys and values only the new tokens' places are written.
+    Caches are part of the loop's carry, so that only the places of new tokens are written.
 
     Args:
-        period: its layers.
-        times: how often it is repeated.
+        period: The layers of the period.
+        times: The number of repetitions.
         x: [B, T, E].
-        pasts: what the cache holds for each layer of the period, stacked; None keeps nothing.
-        call: a layer, x and one layer's past to x and its past after it.
+        pasts: The stacked cache for each layer of the period; None returns no cache.
+        call: The function that applies one layer to x and its cache, and returns both.
     """
     graphs, states = zip(*(nnx.split(layer) for layer in period), strict=True)
 
@@ -143,12 +146,14 @@ def _repeated(
 
 
 class Decoder(nnx.Module):
-    """A causal language model. Parameters have the names of a port's leaves: embed.embedding [V, E],
-    layers.{i}.mixer (as ``portable_gdn.layers`` has it) or layers.{i}.attention, layers.{i}.mlp, norm.scale, and
-    lm_head.kernel [E, V] unless the head is the embedding. Layers that repeat are compiled once: their weights are
-    stacked along a first axis, and ``layers`` has one module for them; ``leaves`` gives them apart.
+    """A causal language model.
 
-    Shapes: B rows, T tokens, V words of the vocabulary, L places of the cache.
+    Parameters have the names of a port's leaves: embed.embedding [V, E], layers.{i}.mixer (a layer of
+    ``portable_gdn.layers``) or layers.{i}.attention, layers.{i}.mlp, norm.scale, and lm_head.kernel [E, V] unless the
+    head is the embedding. Layers that repeat are compiled once: their weights are stacked on the first axis, and
+    ``layers`` has one module for them; ``leaves`` returns them one by one.
+
+    Shapes: B rows, T tokens, a vocabulary of V, L places in the cache.
     """
 
     def __init__(
@@ -164,18 +169,18 @@ class Decoder(nnx.Module):
         spread: tuple[Any, AxisRules | None] | None = None,
     ) -> None:
         """Args:
-        settings: what it is like.
-        rngs: for the initial weights.
-        dtype: of the computation; None is that of the weights. Norms, softmax, the router's shares, gates of the rule
-            and its states are float32 always.
-        param_dtype: of the weights.
-        backend: of the mixers, as in ``gated_delta_rule``.
-        precision: of the mixers, as in ``gated_delta_rule``; "highest" asks it of all products, in place of the
-            default of JAX, which on a TPU rounds float32 to bfloat16.
-        scan: whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one of
-            its period. False has a module for each layer.
-        spread: a mesh, and rules for its axes or None, as ``load_model`` takes them; by these calls of the mixers and
-            the work of experts are split. None is one device.
+        settings: The settings of the model.
+        rngs: Random numbers for the initial weights.
+        dtype: The dtype of the computation; None is that of the weights. Norms, softmax, the router's weights, the
+            gates of the rule and its states are always in float32.
+        param_dtype: The dtype of the weights.
+        backend: The backend of the mixers, as in ``gated_delta_rule``.
+        precision: The precision of the mixers, as in ``gated_delta_rule``. "highest" applies to all products, instead
+            of JAX's default, which on a TPU rounds float32 to bfloat16.
+        scan: Whether layers that repeat are compiled once, so that a model of 48 layers compiles as quickly as one
+            period. False makes a module for each layer.
+        spread: A mesh, and rules for its axes or None, as in ``load_model``; they split the calls of the mixers and the
+            work of the experts. None is one device.
         """
         mesh, rules = spread or (None, None)
         highest = jax.lax.Precision.HIGHEST if precision == "highest" else None
@@ -208,28 +213,28 @@ class Decoder(nnx.Module):
         return self.embed.embedding[...].dtype if self.numerics.dtype is None else jnp.dtype(self.numerics.dtype)
 
     def __call__(self, ids: Array, mask: Array | None = None, cache: Cache | None = None) -> tuple[Array, Cache | None]:
-        """Logits of every token's successor.
+        """Compute the logits of the token that follows each token.
 
         Args:
-            ids: [B, T] whole numbers below V.
-            mask: [B, T] bool; tokens that are False are padding, before the first token of a row: no other token sees
-                them, and positions do not count them. None is no padding.
-            cache: what was before, as ``init_cache`` or a call returned it; None is nothing, and keeps nothing.
+            ids: [B, T], integers below V.
+            mask: [B, T] bool; False marks padding, which must come before the first token of a row. No other token
+                attends to it, and positions do not count it. None is no padding.
+            cache: The cache from ``init_cache`` or an earlier call; None starts from nothing and returns no cache.
 
         Returns:
-            Logits [B, T, V] in the computation's dtype (those of padding mean nothing), and the cache with these tokens
-            in it, or None. In a compiled function, where values cannot be looked at, ids beyond the vocabulary make
-            the logits of their rows NaN.
+            Logits [B, T, V] in the dtype of the computation (meaningless at padding), and the cache with these tokens
+            added, or None. In a compiled function, where values cannot be checked, ids outside the vocabulary make the
+            logits of their rows NaN.
 
         Raises:
-            GdnError: ids or mask have another shape or dtype, ids are beyond the vocabulary, or the cache has another
-                number of rows or too little room.
+            GdnError: The ids or the mask have another shape or dtype, ids are outside the vocabulary, or the cache has
+                another number of rows or too little room.
         """
         x, cache = self.hidden(ids, mask, cache)
         return self.logits(x), cache
 
     def hidden(self, ids: Array, mask: Array | None = None, cache: Cache | None = None) -> tuple[Array, Cache | None]:
-        """What the head is given, [B, T, E], and the cache; arguments and errors as in a call."""
+        """Return the head's input [B, T, E] and the cache; arguments and errors are those of a call."""
         ids, mask = self._checked(ids, mask, cache)
         B, T = ids.shape
         start: Array | int = 0
@@ -257,8 +262,10 @@ class Decoder(nnx.Module):
         return x, None if cache is None else Cache(tuple(pasts), seen, cache.used + T)
 
     def leaves(self) -> dict[str, Array]:
-        """The parameters under the names that a port has for them, those of stacked layers one by one: what
-        ``safetensors.flax.save_file`` writes for the way back."""
+        """Return the parameters by their names in a port, with stacked layers one by one.
+
+        ``safetensors.flax.save_file`` can write them, as an input of the way back.
+        """
         found = {}
         for path, leaf in nnx.to_flat_state(nnx.state(self)):
             for number, name in enumerate(self.names(path)):
@@ -266,8 +273,10 @@ class Decoder(nnx.Module):
         return found
 
     def partition_specs(self, mesh: Any, rules: AxisRules | None = None) -> dict[tuple[Any, ...], Any]:
-        """Where each parameter lies on a mesh, a ``PartitionSpec`` by its path in the state: as
-        ``portable_gdn.layers.partition_specs`` says, stacks never split between layers."""
+        """Return a ``PartitionSpec`` for each parameter by its path in the state.
+
+        See ``portable_gdn.layers.partition_specs``; the axis of stacked layers is never split.
+        """
         found = {}
         for path, spec in nnx.to_flat_state(partition_specs(nnx.state(self), mesh, rules)):
             stacked = len(self.names(path)) > 1
@@ -275,23 +284,23 @@ class Decoder(nnx.Module):
         return found
 
     def names(self, path: tuple[Any, ...]) -> tuple[str, ...]:
-        """The port's leaves that a parameter holds, by its path in the state: several where layers are stacked."""
+        """Return the port's leaves for each parameter, by its path in the state: several if layers are stacked."""
         if path[0] != "layers":
             return (".".join(map(str, path)),)
         return tuple(".".join(map(str, ("layers", number, *path[2:]))) for number in self.bodies[path[1]])
 
     def logits(self, x: Array) -> Array:
-        """The head: x [..., E], as ``hidden`` returns it, to logits [..., V]."""
+        """Apply the head to x [..., E], as ``hidden`` returns it; the result is the logits [..., V]."""
         if not self.settings.tied:
             return self.lm_head(x)
         table = self.embed.embedding[...].astype(self.dtype)
         return jnp.einsum("...e,ve->...v", x.astype(self.dtype), table, precision=self.numerics.precision)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache: ``batch`` rows with room for ``length`` tokens, padding among them.
+        """Return an empty cache of ``batch`` rows with room for ``length`` tokens, including padding.
 
         Raises:
-            GdnError: one of them is no positive whole number.
+            GdnError: One of them is not a positive integer.
         """
         for name, value in (("batch", batch), ("length", length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -328,10 +337,10 @@ class Decoder(nnx.Module):
 
 
 def checked_ids(ids: Array, vocabulary: int) -> Array:
-    """Ids as an int32 array [B, T]; their values are looked at outside of compiled functions only.
+    """Return ids as an int32 array [B, T]; their values are checked only outside of compiled functions.
 
     Raises:
-        GdnError: they are of another shape or dtype, or beyond the vocabulary.
+        GdnError: They have another shape or dtype, or are outside the vocabulary.
     """
     if not isinstance(ids, jax.Array):
         try:
@@ -350,10 +359,10 @@ def checked_ids(ids: Array, vocabulary: int) -> Array:
 
 
 def checked_mask(mask: Array, shape: tuple[int, ...]) -> Array:
-    """A mask as a bool array of the ids' shape; 0 and 1 are False and True.
+    """Return a mask as a bool array with the shape of the ids; 0 and 1 are False and True.
 
     Raises:
-        GdnError: it has another shape.
+        GdnError: It has another shape.
     """
     mask = mask if isinstance(mask, jax.Array) else np.array(mask)
     if mask.shape != shape:

@@ -1,8 +1,8 @@
-"""The MLPs of experts, and how the tokens that were sent to each pass through it.
+"""The MLPs of a mixture of experts, applied to the tokens that the router sends to each.
 
-Three ways compute the same. For few tokens the matrices of their experts are gathered, so that nothing else is read.
-For many, tokens are sorted by expert and multiplied group by group: by JAX's grouped kernel on a TPU, where XLA would
-multiply all tokens with all experts, and elsewhere by ``jax.lax.ragged_dot``.
+Three algorithms compute the same result. For few tokens, the matrices of their experts are gathered, so that no other
+weights are read. For many, the tokens are sorted by expert and multiplied group by group: on a TPU by JAX's grouped
+kernel, because XLA would multiply all tokens by all experts, and elsewhere by ``jax.lax.ragged_dot``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """How experts and the tokens that are sent to them are split over a mesh; names of its axes."""
+    """How experts and their tokens are split over a mesh: the names of its axes."""
 
     mesh: Any
     rows: tuple[str, ...]
@@ -55,13 +55,13 @@ class ExpertSplit:
 
 
 def expert_split(mesh: Any, rules: AxisRules | None, count: int, size: int) -> ExpertSplit | None:
-    """The split by a mesh and rules; None where there is no mesh.
+    """Return the split for a mesh and rules, or None without a mesh.
 
     Args:
-        mesh: a ``jax.sharding.Mesh``, or None.
-        rules: as in ``portable_gdn.parallel.axes``.
-        count: of experts.
-        size: columns of an expert's MLP.
+        mesh: A ``jax.sharding.Mesh``, or None.
+        rules: As in ``portable_gdn.parallel.axes``.
+        count: The number of experts.
+        size: The number of columns of an expert's MLP.
     """
     if mesh is None:
         return None
@@ -92,12 +92,12 @@ class Experts(nnx.Module):
         self.numerics, self.split = numerics, split
 
     def __call__(self, x: Array, shares: Array, chosen: Array) -> Array:
-        """What each token's experts make of it, added up.
+        """Sum the weighted outputs of each token's experts.
 
         Args:
             x: [B, T, E].
-            shares: [B, T, k] float32, what each of a token's experts counts.
-            chosen: [B, T, k], their numbers.
+            shares: [B, T, k] float32, the weight of each of a token's experts.
+            chosen: [B, T, k], the experts' numbers.
 
         Returns:
             [B, T, E], in x's dtype.
@@ -124,8 +124,7 @@ class Experts(nnx.Module):
 
 
 def _mixed(gate: Array, up: Array, down: Array, x: Array, shares: Array, chosen: Array, precision: Any) -> Array:
-    """What some of the experts, numbered from 0, make of tokens [B, T, E], added up in float32; a choice of another
-    expert counts nothing."""
+    """Sum the outputs of some experts, numbered from 0, for tokens [B, T, E] in float32; others add nothing."""
     rows = x.reshape(-1, x.shape[-1])
     k = chosen.shape[-1]
     here = ((chosen >= 0) & (chosen < gate.shape[0])).reshape(-1)
@@ -159,13 +158,13 @@ def _sorted_places(groups: Array, count: int) -> tuple[Array, Array]:
 
 
 def grouped_product(rows: Array, weights: Array, sizes: Array, precision: Any) -> Array:
-    """Each group of rows times its matrix.
+    """Multiply each group of rows by its matrix.
 
     Args:
-        rows: [n, K], those of the first group first.
+        rows: [n, K], sorted by group.
         weights: [X, K, N].
-        sizes: [X] int32, rows of each group; what the rows behind the last group become is not defined.
-        precision: of the products; the kernel is for bfloat16, of which none is rounded.
+        sizes: [X] int32, the rows of each group. The result is undefined for rows after the last group.
+        precision: The precision of the products. The kernel is used with bfloat16, which it does not round.
 
     Returns:
         [n, N], in the dtype of the rows.
@@ -188,7 +187,7 @@ def _kernel(rows: Array, weights: Array, sizes: Array) -> Array:
 
 
 def _transposed(rows: Array, weights: Array, sizes: Array) -> Array:
-    """Each group of rows [n, N] times its matrix [K, N] from the right, [n, K]."""
+    """Multiply each group of rows [n, N] by the transpose of its matrix [K, N]; the result is [n, K]."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiles = _tiles(weights.shape[2], weights.shape[1])
@@ -196,7 +195,7 @@ def _transposed(rows: Array, weights: Array, sizes: Array) -> Array:
 
 
 def _outer(rows: Array, cotangents: Array, sizes: Array) -> Array:
-    """The sum over each group's rows of their outer products, [X, K, N]; 0 for a group without rows."""
+    """Sum the outer products of each group's rows, [X, K, N]; 0 for a group without rows."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = (ROWS, min(rows.shape[1], 512), min(cotangents.shape[1], 512))

@@ -1,4 +1,4 @@
-"""Text from a model: the prompt at once, then token by token in one compiled loop."""
+"""Generate text: the prompt in one pass, then one token at a time in a compiled loop."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def generate(
 ) -> Generated:
     """Continue prompts.
 
-    The prompt runs at once, a program for each of its lengths; all tokens after it come from one compiled loop, which
-    ends when every row has stopped. Called again with the same shapes and settings, nothing is compiled anew.
-    ``stream`` gives the same tokens one by one.
+    The prompt is computed in one pass, with a program for each prompt length. All tokens after it come from one
+    compiled loop, which ends when every row has stopped. Another call with the same shapes and settings compiles
+    nothing. ``stream`` yields the same tokens one by one.
 
     Args:
-        model: a ``Decoder``, such as ``load_model`` returns.
-        ids: [B, T] prompts, padded on the left.
-        max_new_tokens: how many tokens to write at most.
+        model: A ``Decoder``, for example from ``load_model``.
+        ids: [B, T], prompts padded on the left.
+        max_new_tokens: The largest number of tokens to generate.
         mask: [B, T], False (or 0) at padding; None is no padding.
-        temperature: 0 takes the likeliest token, 1 draws by the model's own shares.
-        top_k: draw among so many of the likeliest only.
-        top_p: draw among the fewest likeliest tokens whose shares add up to at least this.
-        stop: a token or several; a row ends with the first of them that it writes.
-        rng: a seed or a key of ``jax.random``, needed where temperature is above 0.
-        cache_length: for how many tokens the cache has room, a prompt's padding among them; None is for as many as
-            there can be, in steps of 128.
+        temperature: 0 takes the most likely token; 1 samples from the model's distribution.
+        top_k: Sample from this number of most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities add up to at least this.
+        stop: One or several tokens; a row ends with the first of them that it generates.
+        rng: A seed or a key of ``jax.random``, required if the temperature is above 0.
+        cache_length: The number of tokens for which the cache has room, including a prompt's padding; None is enough
+            for all, rounded up to a multiple of 128.
 
     Raises:
-        GdnError: an argument is not as above, or ids are beyond the vocabulary.
+        GdnError: An argument is wrong, or ids are outside the vocabulary.
     """
     asked = requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
     graph, weights = nnx.split(model)
@@ -84,8 +84,10 @@ def _continue(
     greedy: bool,
     top_k: int | None,
 ) -> tuple[Array, Array, Cache]:
-    """Tokens [B, count], lengths [B] from the prompts' last logits on, and the cache, which takes the given one's place
-    in memory."""
+    """Return tokens [B, count] and lengths [B], beginning from the prompts' last logits, and the cache.
+
+    The cache reuses the memory of the given one.
+    """
 
     def more(carry: Any) -> Array:
         n, _, _, done, _, _ = carry

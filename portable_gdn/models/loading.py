@@ -1,4 +1,4 @@
-"""A ported checkpoint as a model that is ready to run."""
+"""Load a ported checkpoint as a model."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ def load_model(
     mesh: Any = None,
     rules: AxisRules | None = None,
 ) -> Decoder:
-    """The model of a port, with its weights; each leaf is read once, and keeps its dtype and its name.
+    """Load the model of a port with its weights; each leaf is read once, and keeps its dtype and its name.
 
     Args:
-        port: the folder that ``portable-gdn port SOURCE FOLDER --to jax`` wrote.
-        dtype: of the computation; None is that of the embedding.
-        backend: of the linear-attention layers, as in ``gated_delta_rule``; None chooses.
-        precision: of the linear-attention layers, as in ``gated_delta_rule``. "highest" asks it of all products: with
-            float32, nothing is rounded on any device.
-        progress: called with what is read, the bytes read before it, and those of the whole model.
-        scan: whether layers that repeat are compiled once, with stacked weights, as in ``Decoder``.
-        mesh: a ``jax.sharding.Mesh``, over whose devices the weights are spread, each reading its own part of the files
-            alone; calls of the mixers are split alike. None is JAX's default device.
-        rules: which axes of the mesh split "batch", "embed", "heads", "mlp", "experts" and "vocabulary", before
-            ``portable_gdn.parallel.AXIS_RULES``.
+        port: The folder that ``portable-gdn port SOURCE FOLDER --to jax`` wrote.
+        dtype: The dtype of the computation; None is that of the embedding.
+        backend: The backend of the linear-attention layers, as in ``gated_delta_rule``; None chooses one.
+        precision: The precision of the linear-attention layers, as in ``gated_delta_rule``. "highest" applies to all
+            products: with float32, nothing is rounded on any device.
+        progress: Called with the leaf that is read, the bytes read before it, and those of the whole model.
+        scan: Whether layers that repeat are compiled once, with stacked weights, as in ``Decoder``.
+        mesh: A ``jax.sharding.Mesh`` over which the weights are sharded; each device reads only its own part of the
+            files. Calls of the mixers are split in the same way. None is JAX's default device.
+        rules: Which axes of the mesh split "batch", "embed", "heads", "mlp", "experts" and "vocabulary"; they take
+            precedence over ``portable_gdn.parallel.AXIS_RULES``.
 
     Raises:
-        GdnError: the folder is no such port or not whole, has no configuration, or is of a family that has no decoder
-            here.
+        GdnError: The folder is not a complete port, has no configuration, or is of a family without a decoder here.
     """
     folder = Path(port)
     settings, leaves = read_settings(folder)
@@ -77,10 +76,10 @@ def load_model(
 
 
 def read_settings(folder: Path) -> tuple[DecoderSettings, dict[str, Tensor]]:
-    """The settings of a port's whole model, and the leaves that it is made of, by name.
+    """Return the settings of a port's model, and its leaves by name.
 
     Raises:
-        GdnError: the folder is no port in our tree, is an adapter, or is of a family that has no decoder here.
+        GdnError: The folder is not a port in our tree, is an adapter, or is of a family without a decoder here.
     """
     facts = provenance.load(folder)
     if facts["target"] not in TREES:
@@ -95,7 +94,7 @@ def read_settings(folder: Path) -> tuple[DecoderSettings, dict[str, Tensor]]:
 
 
 def end_tokens(port: str | Path) -> tuple[int, ...]:
-    """The tokens that end a text, by the generation_config.json or config.json that a port carries; for ``stop``."""
+    """Return the end-of-text tokens from the port's generation_config.json or config.json, for use as ``stop``."""
     folder = Path(port)
     config = provenance.source_config(folder)
     said = [text_config(config), config]
@@ -110,7 +109,7 @@ def check_leaves(folder: Path, settings: DecoderSettings, shapes: Mapping[str, t
     """Compare a port's leaves with those of the model that its configuration describes.
 
     Raises:
-        GdnError: one is missing, has no place in the model, or has another shape.
+        GdnError: A leaf is missing, has no place in the model, or has another shape.
     """
     model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0), scan=False))
     flat = nnx.to_flat_state(nnx.state(model))

@@ -1,4 +1,4 @@
-"""Which layers of a model repeat, so that one compiled period serves them all."""
+"""Find the layers of a model that repeat, so that one compiled period serves all of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["bodies", "find_period"]
 
 
 def find_period(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
-    """The stretch of layers that leaves the fewest to compile.
+    """Find the range of repeated layers that leaves the fewest layers to compile.
 
     Args:
-        kinds: of the layers; those that are equal compute the same of other weights.
+        kinds: The kinds of the layers; layers of equal kind differ only in their weights.
 
     Returns:
-        The first layer of the stretch, the layers of its period, and how often it is repeated; (number of layers, 0, 0)
-        where nothing is.
+        The first layer of the range, the number of layers in a period, and the number of repetitions; (number of
+        layers, 0, 0) if no layers repeat.
     """
     n = len(kinds)
     best, cost = (n, 0, 0), n

@@ -1,4 +1,4 @@
-"""The next token from its logits."""
+"""Choose the next token from its logits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Array = Any
 
 
 def pick(logits: Array, key: Array, greedy: bool, temperature: Array, top_k: int | None, top_p: Array | None) -> Array:
-    """One token a row.
+    """Choose one token for each row.
 
     Args:
         logits: [B, V].
-        key: of jax.random; not used where greedy.
-        greedy: whether to take the likeliest, the first of equals.
-        temperature: what logits are divided by.
-        top_k: draw among so many of the likeliest; None is all.
-        top_p: of these, draw among the fewest whose shares add up to at least this; None is all.
+        key: A key of jax.random; not used if greedy.
+        greedy: Whether to take the most likely token, and the first among equals.
+        temperature: The divisor of the logits.
+        top_k: Sample from this number of most likely tokens; None is all.
+        top_p: Of these, sample from the smallest set whose probabilities add up to at least this; None is all.
 
     Returns:
         [B] int32.

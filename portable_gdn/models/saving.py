@@ -1,4 +1,4 @@
-"""Trained weights written into a port, so that the way back takes them to where the checkpoint came from."""
+"""Write trained weights into a port, so that the way back writes them in the original checkpoint's format."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["save_model"]
 def save_model(model: Decoder, port: str | Path, progress: Callable[[str, int, int], None] | None = None) -> None:
     """Replace the weights in a port's files by those of a model that was loaded from it.
 
-    Each tensor keeps its name, its place and the dtype that it has in the file. What the model does not run (vision
-    towers, multi-token prediction) stays as it is. All new files are written before any old one is replaced, so the
-    disk needs room for both, and nothing is lost when writing fails or is interrupted. ``portable-gdn port PORT OUT
+    Each tensor keeps its name, its place and its dtype in the file. Parts that the model does not run (vision towers,
+    multi-token prediction) remain unchanged. All new files are written before any old one is replaced, so the disk
+    needs room for both, and nothing is lost if writing fails or is interrupted. ``portable-gdn port PORT OUT
     --back`` then writes the checkpoint in the format that it came from.
 
     Args:
-        model: what ``load_model`` returned for this port, after training; on a mesh, too.
-        port: the folder, of a port with ``--to jax``.
-        progress: called with the file that is written, the bytes written before it, and those of all files.
+        model: The model that ``load_model`` returned for this port, after training; it may be on a mesh.
+        port: The folder of a port that was made with ``--to jax``.
+        progress: Called with the file that is written, the bytes written before it, and those of all files.
 
     Raises:
-        GdnError: the folder is no such port, or the model has other parameters than the port.
-        OSError: the files cannot be written.
+        GdnError: The folder is not such a port, or the model's parameters differ from the port's.
+        OSError: The files cannot be written.
     """
     folder = Path(port)
     _, leaves = read_settings(folder)
@@ -71,7 +71,7 @@ def save_model(model: Decoder, port: str | Path, progress: Callable[[str, int, i
 
 
 def _tensors(found: Checkpoint, file: str, weights: Mapping[str, Any]) -> Iterator[memoryview]:
-    """The bytes of a file's tensors in their order, each from the model if that has it."""
+    """Yield the bytes of a file's tensors in order, from the model for those that it has."""
     for name, tensor in found.headers[file].tensors.items():
         if name in weights:
             array = np.asarray(jax.device_get(weights[name])).astype(dtype_of(tensor.dtype))

@@ -1,4 +1,4 @@
-"""What a decoder is like: records of plain values, hashable, so that they can be static in a compiled function."""
+"""The settings of a decoder: records of plain values, which are hashable and so can be static in compiled functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled parts of writing: a prompt at once, the choice of its successor, one token more."""
+"""The compiled parts of generation: a whole prompt, the choice of the next token, and a single step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Drawing = tuple[Array, Array, Array | None, Array]
 
 @partial(jax.jit, static_argnames=("graph", "room"))
 def prefill(graph: Any, weights: Any, ids: Array, mask: Array | None, room: int) -> tuple[Array, Cache]:
-    """The logits [B, V] after the last token of the prompts, and the cache."""
+    """Compute the logits [B, V] after the last token of the prompts, and the cache."""
     model = nnx.merge(graph, weights)
     x, cache = model.hidden(ids, mask, model.init_cache(ids.shape[0], room))
     return model.logits(x[:, -1]), cache
@@ -29,7 +29,7 @@ def prefill(graph: Any, weights: Any, ids: Array, mask: Array | None, room: int)
 def choose(
     n: Array | int, logits: Array, last: Array, done: Array, drawing: Drawing, greedy: bool, top_k: int | None
 ) -> tuple[Array, Array]:
-    """Token n of each row, [B], the last one again where it is done, and which rows are done after it."""
+    """Choose token n of each row [B], repeating the last token of finished rows, and say which rows are finished."""
     key, temperature, top_p, stops = drawing
     token = pick(logits, jax.random.fold_in(key, n), greedy, temperature, top_k, top_p)
     token = jnp.where(done, last, token)
@@ -38,7 +38,7 @@ def choose(
 
 @partial(jax.jit, static_argnames=("greedy", "top_k"))
 def begin(logits: Array, drawing: Drawing, greedy: bool, top_k: int | None) -> tuple[Array, Array]:
-    """The first token of each row from the prompts' last logits [B, V], and which rows end with it."""
+    """Choose the first token of each row from the prompts' last logits [B, V], and say which rows end with it."""
     B = logits.shape[0]
     return choose(0, logits, jnp.zeros((B,), jnp.int32), jnp.zeros((B,), bool), drawing, greedy, top_k)
 
@@ -53,13 +53,13 @@ def follow(
     greedy: bool,
     top_k: int | None,
 ) -> tuple[Array, Array, Cache]:
-    """The next token of each row, [B], which rows are done after it, and the cache, in the given one's memory.
+    """Compute the next token of each row [B], which rows are finished, and the cache, which reuses the given memory.
 
     Args:
-        graph, weights: the model, split.
-        before: how many tokens were written, the last one of each row, and which rows were done.
-        cache: of all tokens but these.
-        drawing, greedy, top_k: as in ``Request``.
+        graph, weights: The two parts of ``nnx.split(model)``.
+        before: The number of generated tokens, the last one of each row, and which rows were finished.
+        cache: The cache without these last tokens.
+        drawing, greedy, top_k: As in ``Request``.
     """
     n, token, done = before
     logits, cache = nnx.merge(graph, weights)(token[:, None], None, cache)

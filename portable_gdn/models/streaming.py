@@ -1,4 +1,4 @@
-"""Text from a model as it comes: an iterator over tokens, one compiled step each."""
+"""Stream generated text: an iterator over tokens, each from one compiled step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Array = Any
 
 
 class Stream:
-    """An iterator over new tokens, [B] int32 each; where a row has stopped, its stop token again. It ends when every
-    row has stopped, or after ``max_new_tokens``."""
+    """An iterator over new tokens, [B] int32 each.
+
+    A row that has stopped repeats its stop token. The iterator ends when every row has stopped, or after
+    ``max_new_tokens``.
+    """
 
     compiling: float
     """Seconds that compiling took until now."""
@@ -95,15 +98,15 @@ def stream(
     rng: int | Array | None = None,
     cache_length: int | None = None,
 ) -> Stream:
-    """Continue prompts, token by token: those that ``generate`` gives for the same arguments, which are its own.
+    """Continue prompts token by token, with the arguments of ``generate`` and the same tokens.
 
         for tokens in stream(model, ids, 64):  # [B]
             print(tokens)
 
-    Nothing runs before the first token is asked for; every token after it is a call of one compiled step.
+    Nothing is computed before the first token is requested; each token after it is one call of a compiled step.
 
     Raises:
-        GdnError: an argument is not as ``generate`` asks for.
+        GdnError: An argument is wrong, as in ``generate``.
     """
     return Stream(
         model, requested(model, ids, max_new_tokens, mask, (temperature, top_k, top_p, rng), stop, cache_length)
