@@ -1,8 +1,10 @@
-"""What an adapter must be to be ported: whole pairs of factors, of the rank and scaling that its configuration says.
+"""Checks of a LoRA adapter before it is ported: factors in pairs, with the rank and scaling that its configuration
+states.
 
-adapter_config.json has the rank r and alpha, and for some modules others (``rank_pattern``, ``alpha_pattern``: regular
-expressions on the end of a module's name). The change of a projection is scaling x B A, with scaling alpha / r, or
-alpha / sqrt(r) where ``use_rslora`` says so. A port keeps factors as they are and writes down each module's scaling.
+adapter_config.json gives the rank r and alpha, and may give other values for some modules (``rank_pattern`` and
+``alpha_pattern``, regular expressions that match the end of a module's name). An adapter adds scaling * B A to a
+projection, where scaling is alpha / r, or alpha / sqrt(r) if ``use_rslora`` is true. A port keeps the factors unchanged
+and records the scaling of each module.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from .table import Spec
 
 __all__ = ["Adapter", "adapter_of", "target_settings"]
 
-_LONGEST = 512  # characters of a pattern
+_LONGEST = 512  # the largest length of a pattern, in characters
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's configuration (empty where there is none) and its slots."""
+    """The configuration of an adapter (empty if it has none) and its slots."""
 
     config: Mapping[str, Any]
     slots: Slots
     where: Path
-    modules: Mapping[str, str] = field(default_factory=dict)  # a factor's name: its module's
+    modules: Mapping[str, str] = field(default_factory=dict)  # from a factor's name to the name of its module
 
     def rank(self, module: str) -> int | None:
-        """The rank that the configuration gives a module, or None where it gives none."""
+        """Return the rank that the configuration gives to a module, or None if it gives none."""
         return self._whole("rank_pattern", "r", module)
 
     def alpha(self, module: str) -> float | None:
-        """The alpha of a module's adapter, by its pattern or else for all; None where the configuration has none."""
+        """Return the alpha of a module's adapter, by its pattern or the default; None if the configuration has none."""
         found = self._pattern("alpha_pattern", module, self.config.get("lora_alpha"))
         if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
             raise bad(f"{self.where / CONFIG}'s lora_alpha of {module}", repr(found), "be a number")
         return found
 
     def scaling(self, module: str, rank: int) -> float | None:
-        """What B A is multiplied by."""
+        """Return the number by which B A is multiplied, or None if the configuration does not give it."""
         alpha = self.alpha(module)
         if alpha is None:
             return None
@@ -58,7 +60,7 @@ class Adapter:
         return found
 
     def _pattern(self, key: str, module: str, default: Any) -> Any:
-        """The value of the first pattern that the end of the module's name matches."""
+        """Return the value of the first pattern that matches the end of the module's name, or the default."""
         patterns = self.config.get(key) or {}
         if not isinstance(patterns, dict):
             raise bad(f"{self.where / CONFIG}'s {key}", repr(patterns)[:80], "map names of modules to numbers")
@@ -74,16 +76,16 @@ class Adapter:
 
 
 def adapter_of(inventory: Mapping[str, Spec], slots: Slots, config: Mapping[str, Any], where: Path) -> Adapter:
-    """The adapter that these tensors are, each projection's factors whole.
+    """Return the adapter that these tensors form, after checking that every projection has all its factors.
 
     Args:
-        inventory: the tensors, by name.
-        slots: of these.
-        config: of adapter_config.json.
-        where: the folder, for messages.
+        inventory: The tensors by name.
+        slots: The slots of these tensors.
+        config: The contents of adapter_config.json.
+        where: The folder, for messages.
 
     Raises:
-        GdnError: a factor's other half is absent, ranks differ, or the configuration says something else.
+        GdnError: One of two factors is missing, their ranks differ, or the configuration contradicts them.
     """
     pairs: dict[tuple[str, str, bool], dict[str, str]] = {}
     modules = {}
@@ -99,14 +101,16 @@ def adapter_of(inventory: Mapping[str, Spec], slots: Slots, config: Mapping[str,
     magnitudes = {key[:2]: pairs.pop(key) for key in list(pairs) if set(pairs[key]) == {"magnitude_vector"}}
     if magnitudes:
         ((module, _), names), *_ = magnitudes.items()
-        raise GdnError(f"{names['magnitude_vector']} is there and the factors lora_A and lora_B of {module} are not.")
+        raise GdnError(
+            f"{names['magnitude_vector']} is there, but the factors lora_A and lora_B of {module} are missing."
+        )
     for (module, _, embedding), names in pairs.items():
         _check_pair(adapter, module, names, inventory, embedding)
     return adapter
 
 
 def _own(factor: Factor) -> str:
-    """The module's name in its model."""
+    """Return the name of the factor's module in its model."""
     return factor.module.removeprefix(PREFIX).replace(".base_layer", "")
 
 
@@ -157,12 +161,12 @@ def _rank(sizes: tuple[int, ...]) -> str:
 def target_settings(
     config: Mapping[str, Any], ranks: Mapping[str, int], scalings: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """An adapter_config.json for other modules.
+    """Return the contents of adapter_config.json for the modules of a target.
 
     Args:
-        config: the source's.
-        ranks: of the target's modules.
-        scalings: what each one's B A is multiplied by.
+        config: The source's adapter_config.json.
+        ranks: The rank of each of the target's modules.
+        scalings: The number by which each module's B A is multiplied.
     """
     found = dict(config)
     counts: dict[int, int] = {}

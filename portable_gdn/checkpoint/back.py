@@ -1,4 +1,4 @@
-"""The way back: what a port was made of, worked out from what it wrote down about its source (``provenance``)."""
+"""The way back: reconstruct the original checkpoint from a port and its record of the source (``provenance``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Record", "plan_back"]
 
 @dataclass(frozen=True)
 class Record:
-    """What a port keeps about its source, to be able to go back: see ``provenance``."""
+    """What a port records about its source so that the original can be written again; see ``provenance``."""
 
     target: str
     family: str
@@ -40,18 +40,19 @@ class Record:
 
 
 def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[list[Output], list[str]]:
-    """What a port was made of, as tensors to write, in the order of the original's files and their data.
+    """Plan the tensors of the original checkpoint, in the order of its files and of the data in them.
 
     Args:
-        record: what the port wrote down about its source.
-        port: the port's files, its side files among them.
-        lossy: whether tensors that a cast made smaller may be cast back.
+        record: What the port recorded about its source.
+        port: The files of the port, including its side files.
+        lossy: Whether to cast tensors back to a dtype that the port's smaller dtype cannot represent exactly.
 
     Returns:
-        The outputs, and the names of those whose bytes cannot be the original's, because a cast lost some.
+        The outputs, and the names of those whose bytes differ from the original's because a cast was lossy.
 
     Raises:
-        GdnError: the port is not whole, has tensors that the original had no place for, or a cast lost bytes.
+        GdnError: The port is not complete, has tensors for which the original had no place, or a cast was lossy and
+            ``lossy`` is false.
     """
     family = family_named(record.family)
     if family is None:
@@ -76,7 +77,7 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
         raise GdnError(
             f"{unknown[0]} was in the port's source and is not known to this version; it cannot be written back."
         )
-    joined = set(record.settings.get("joined", ()))  # the factors that they were made of are carried
+    joined = set(record.settings.get("joined", ()))  # the factors that these were made from are carried unchanged
     inventory = {
         n: s
         for n, s in port.inventory.items()
@@ -138,14 +139,14 @@ def plan_back(record: Record, port: Checkpoint, lossy: bool = False) -> tuple[li
 
 
 def widens(small: str, large: str) -> bool:
-    """Whether every value of one dtype is one of the other, so that a cast there and back returns the bytes."""
+    """Whether the second dtype can represent every value of the first, so that casting there and back is exact."""
     if small == large:
         return True
     return (small, large) in {("BF16", "F32"), ("F16", "F32"), ("F32", "F64"), ("BF16", "F64"), ("F16", "F64")}
 
 
 def port_dialect(target: str, family: Family, settings: Mapping[str, Any], slots: Slots | None = None) -> Dialect:
-    """The dialect that a target is written in."""
+    """Return the dialect in which a target's names and layouts are written."""
     if slots is not None:
         other = family_named(str(settings.get("family")))
         own = jax_dialect(family) if other is None else Dialect(other.name, other.table, PREFIX + "model.")

@@ -1,8 +1,10 @@
-"""What lies in a checkpoint's folder beside its tensors: carried as bytes, never read as anything else, and given back.
+"""Other files in a checkpoint's folder: a port copies their bytes without interpreting them, and the way back restores
+them.
 
-Configuration, tokenizer, licence and the like lie in the port where they lay in the source, so that other programs find
-them. Everything else (files in folders, programs, pickles, safetensors files that the index does not name) waits under
-``source/files``, where nothing looks for it. A repository's own ``.git`` is left where it is, and so are ports.
+Configuration, tokenizer, licence and similar files keep their place in the port, so that other programs find them. All
+others (files in subfolders, programs, pickles, safetensors files that the index does not name) are stored under
+``source/files``, where no program looks for them. A repository's ``.git`` folder and other ports inside the folder are
+not copied.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ FILE = "portable_gdn.json"
 SOURCE = "source"
 _PLACE = f"{SOURCE}/files/"
 _KNOWN = (".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".yml", ".tiktoken")
-_LARGEST = 64 * 2**20  # bytes of a file that lies in the port where it lay in the source
+_LARGEST = 64 * 2**20  # bytes; a larger file does not keep its place but is stored under source/files
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A file of the source's folder. name: its path in there, with "/"; place: its path in the port."""
+    """A file in the source's folder: ``name`` is its path in that folder, with "/", and ``place`` the one in the port."""
 
     name: str
     path: Path
@@ -36,7 +38,7 @@ class Beside:
 
     @property
     def note(self) -> str:
-        """What should be said of it, if anything."""
+        """A remark to show to the user about this file, or ""."""
         if self.name.endswith(".safetensors"):
             return f"{self.name} belongs to no tensor that is ported; it is carried as it is, and --back returns it"
         if self.name.endswith(_PICKLES):
@@ -45,7 +47,7 @@ class Beside:
 
 
 def small(path: Path) -> bool:
-    """Whether a file is configuration, tokenizer or licence, and no index."""
+    """Whether a file is configuration, a tokenizer or a licence, and not an index."""
     known = path.suffix in _KNOWN or path.name.upper().startswith(("LICENSE", "NOTICE"))
     ours = path.name == FILE or path.name.endswith(INDEX_SUFFIX)
     return known and not ours and path.is_file() and path.stat().st_size <= _LARGEST
@@ -54,15 +56,15 @@ def small(path: Path) -> bool:
 def find_beside(
     checkpoint: Checkpoint, out: Path | None, moved: Collection[str] = ()
 ) -> tuple[list[Beside], tuple[str, ...]]:
-    """The files to carry, and sentences on what is left behind.
+    """Return the files to copy, and sentences about what is not copied.
 
     Args:
-        checkpoint: the source. Where a file of it was named and not its folder, only small files are carried.
-        out: the folder to write, which may lie in the source's.
-        moved: names of small files in place of which the port has its own.
+        checkpoint: The source. If the user named one of its files instead of its folder, only small files are copied.
+        out: The folder to write, which may be inside the source's folder.
+        moved: Names of small files that the port replaces by its own.
 
     Raises:
-        GdnError: something is no file, or a link to nothing.
+        GdnError: An entry of the folder is neither a file nor a folder, or is a broken link.
     """
     root = checkpoint.folder
     alone = checkpoint.path.is_file()
@@ -103,10 +105,14 @@ def _walk(folder: Path, outs: Collection[Path], left: list[str], deep: bool) -> 
 
 
 def checked_name(name: str, where: str) -> str:
-    """A path in a folder that a file says of itself, if it does not lead out of it.
+    """Return a path that a file gives for one of its neighbours, after checking that it stays inside the folder.
+
+    Args:
+        name: The path, as it was read from a file.
+        where: The file that it was read from, for messages.
 
     Raises:
-        GdnError: it does.
+        GdnError: The path leads out of the folder.
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or ("\\" in name and os.sep == "\\"):

@@ -1,10 +1,12 @@
-"""What a checkpoint must hold, by its family and configuration: what is not there, and what should not be.
+"""Compare the tensors of a checkpoint with those that its family and configuration require: what is missing or too
+much.
 
-A layer needs the pieces that its family's table has for layers of its kind, but for those that the configuration lets
-it lack (``Family.may_lack``): biases, a convolution or an output gate that was turned off, a low-rank query. Layers
-count from 0 to num_hidden_layers - 1, experts from 0 to as many as the router has; the embedding, the last norm and,
-unless it is the embedding, the head belong to every model. Two forms hold linear-attention layers alone, and need no
-more: what ``--to`` a family writes (its config.json says so), and a bare layer of flash-linear-attention.
+A layer needs the pieces that its family's table lists for its kind of layer, except those that the configuration makes
+optional (``Family.may_lack``): biases, a convolution or an output gate that is turned off, a low-rank query. Layers are
+numbered from 0 to num_hidden_layers - 1, and experts from 0 to the number of the router's outputs minus 1. Every model
+has an embedding, a last norm and a head (unless the head is the embedding). Two kinds of checkpoint hold only
+linear-attention layers: a port to another family's format (its config.json says so), and a single layer of
+flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ _FULL_KINDS = ("full_attention", "sliding_attention", "indexed_attention", "chun
 _LOW_RANK_QUERY = frozenset(("mla_q_a", "mla_q_norm", "mla_q_b"))
 _PREDICTS = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b.*")
 """Tensors that only a layer for multi-token prediction has."""
-_NAMED = 6  # in a sentence
+_NAMED = 6  # the most names that a sentence lists
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which layers have linear attention. count: as the configuration says, or as the tensors do."""
+    """Which layers have linear attention; ``count`` is the number of layers, by the configuration or else by the
+    tensors.
+    """
 
     linear: frozenset[int]
     count: int
@@ -70,7 +74,7 @@ def _group(piece: str) -> str:
 
 
 def only_linear(config: Mapping[str, Any]) -> list[int] | None:
-    """The layers that a port to another family's format holds, and nothing beside; None if it is no such port."""
+    """Return the layers that a port to another family's format holds; None if the checkpoint is not such a port."""
     ours = config.get("portable_gdn")
     layers = ours.get("only_linear_attention_layers") if isinstance(ours, Mapping) else None
     if not isinstance(layers, list) or not all(isinstance(n, int) and n >= 0 for n in layers):
@@ -79,7 +83,7 @@ def only_linear(config: Mapping[str, Any]) -> list[int] | None:
 
 
 def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
-    """Whether each layer has linear attention, as far as the configuration says, and by which of its settings."""
+    """Return whether each layer has linear attention, as far as the configuration says, and the name of the setting."""
     config = text_config(config)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
@@ -87,7 +91,7 @@ def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
         return {n: known[kind] for n, kind in enumerate(kinds) if kind in known}, "layer_types"
     inner = config.get("linear_attn_config")
     if isinstance(inner, Mapping) and isinstance(inner.get("kda_layers"), list):
-        found = {n - 1: True for n in inner["kda_layers"]}  # counted from 1
+        found = {n - 1: True for n in inner["kda_layers"]}  # kda_layers counts from 1
         found.update({n - 1: False for n in inner.get("full_attn_layers") or ()})
         return found, "linear_attn_config"
     count = config.get("num_hidden_layers")
@@ -99,13 +103,14 @@ def told_kinds(config: Mapping[str, Any]) -> tuple[dict[int, bool], str]:
     for key in ("full_attention_interval", "layer_group_size"):
         step = config.get(key)
         if isinstance(step, int) and step > 0:
-            rest = count % step if key == "layer_group_size" else 0  # of such a rest programs think differently
+            # programs disagree about the layers after the last full group, so these are left open
+            rest = count % step if key == "layer_group_size" else 0
             return {n: bool((n + 1) % step) for n in range(count - rest)}, key
     return {}, ""
 
 
 def attention_of_fla(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] | None:
-    """flash-linear-attention's layers of full attention with their settings, if the configuration has any."""
+    """Return the settings of flash-linear-attention's full-attention layers by layer, or None if there are none."""
     attention = config.get("attn")
     if isinstance(attention, Mapping):
         attention = [attention]
@@ -115,10 +120,11 @@ def attention_of_fla(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] 
 
 
 def layer_kinds(family: Family, dialect: Dialect, names: Iterable[str], config: Mapping[str, Any]) -> Kinds:
-    """Which layers have linear attention, by names that only one kind of layer has, and else by the configuration.
+    """Determine which layers have linear attention: by tensors that only one kind of layer has, or else by the
+    configuration.
 
     Raises:
-        GdnError: a layer has tensors of both kinds, or of another than the configuration says.
+        GdnError: A layer has tensors of both kinds, or of a kind that contradicts the configuration.
     """
     proof: dict[int, dict[str, str]] = {}
     last = -1
@@ -155,10 +161,10 @@ def layer_kinds(family: Family, dialect: Dialect, names: Iterable[str], config: 
 
 
 def split_off_later_layers(dialect: Dialect, names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Tensors of layers after the last one, which predict further tokens.
+    """Return the tensors of layers after the last one, which serve multi-token prediction.
 
     Raises:
-        GdnError: there are such layers, and nothing in them shows that they do that.
+        GdnError: There are such layers, but their tensors do not show that they serve multi-token prediction.
     """
     count = text_config(config).get("num_hidden_layers")
     if not isinstance(count, int):
@@ -183,7 +189,7 @@ def split_off_later_layers(dialect: Dialect, names: Iterable[str], config: Mappi
 
 
 def _feed_forward(family: Family, config: Mapping[str, Any], layer: int) -> tuple[str | None, str]:
-    """ "dense" or "experts", if the configuration says it, and by which setting."""
+    """Return "dense" or "experts" if the configuration determines it, and the setting that does."""
     config = text_config(config)
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and layer < len(kinds):
@@ -203,11 +209,11 @@ def _experts(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 
 
 class _Rows:
-    """A family's rows by piece: those of layers, of a bare layer, and of the model."""
+    """A family's table rows by piece: those of layers, of a single layer outside a model, and of the model itself."""
 
     def __init__(self, dialect: Dialect, places: Mapping[Key, Place], bare: bool) -> None:
         self._dialect, self._bare = dialect, bare
-        self._used: dict[str, Entry] = {}  # the dialect that this checkpoint has of several
+        self._used: dict[str, Entry] = {}  # the row that this checkpoint uses, where the dialect has several
         for key, place in places.items():
             self._used.setdefault(key.piece, place.bound.entry)
 
@@ -244,13 +250,20 @@ def absent(
     alone: Sequence[int] | None = None,
     headless: bool = False,
 ) -> list[str]:
-    """What is not there and must be, in words: names of tensors, or "layer 2 (all of it)".
+    """List what is required and missing, as names of tensors or as "layer 2 (all of it)".
 
-    ``alone`` are the only layers that there must be, and of them only the linear attention; None is a whole model.
-    ``headless``: whether it may be without its head, as ``without_head`` says.
+    Args:
+        family: The family of the model.
+        dialect: The family's table, with the names of this checkpoint.
+        config: The contents of config.json.
+        places: The place of each piece that was found.
+        sizes: The sizes of all dims.
+        kinds: Which layers have linear attention.
+        alone: The only layers required, and only their linear attention; None requires a whole model.
+        headless: Whether the model may lack its head; see ``without_head``.
 
     Raises:
-        GdnError: something is there that the configuration rules out.
+        GdnError: A tensor is present that the configuration rules out.
     """
     bare = any(place.bound.entry.layer >= 0 for place in places.values())
     rows = _Rows(dialect, places, bare)
@@ -285,7 +298,7 @@ def absent(
 
 
 def _may_lack(family: Family, config: Mapping[str, Any], layer: int, linear: bool, have: Collection[str]) -> set[str]:
-    """Pieces that this layer need not have; of those that belong together it must have all or none."""
+    """Return the pieces that this layer may lack; of pieces that belong together, it must have all or none."""
     lacks = set(family.may_lack(config, layer, linear))
     for group in _TOGETHER:
         if not group.isdisjoint(have):
@@ -344,7 +357,7 @@ def _layer(
 
 
 def _query(config: Mapping[str, Any], pieces: set[str], have: Collection[str]) -> set[str]:
-    """The pieces of full attention, with the query's one projection or its two of low rank."""
+    """Return the pieces of full attention, with the query as one projection or as two low-rank ones."""
     if "mla_q" not in pieces or "mla_q_a" not in pieces:
         return pieces
     text = text_config(config)
@@ -353,7 +366,7 @@ def _query(config: Mapping[str, Any], pieces: set[str], have: Collection[str]) -
 
 
 def _gate(pieces: set[str], have: Collection[str]) -> set[str]:
-    """The pieces of linear attention, with the output gate's one projection or its two of low rank."""
+    """Return the pieces of linear attention, with the output gate as one projection or as two low-rank ones."""
     low = {"g_a", "g_b"}
     if "z" not in pieces or not low & pieces:
         return pieces
@@ -361,7 +374,9 @@ def _gate(pieces: set[str], have: Collection[str]) -> set[str]:
 
 
 def without_head(prefix: str, config: Mapping[str, Any]) -> bool:
-    """Whether these are a model without a head, as transformers saves one: under no prefix, or by its class."""
+    """Whether this is a model without a head, as transformers saves one: its names have no prefix, or its class says
+    so.
+    """
     kinds = config.get("architectures")
     if prefix == "":
         return True
@@ -369,9 +384,13 @@ def without_head(prefix: str, config: Mapping[str, Any]) -> bool:
 
 
 def uneven(names: Iterable[str], count: int | None = None) -> list[str]:
-    """Tensors that only some of the numbered parts (layers, blocks) have of those that a rule carries over.
+    """List tensors that some of the numbered parts (layers, blocks) lack and others have, among those that a rule
+    copies.
 
-    count: all parts below it must have the same ones; None: those parts that have any.
+    Args:
+        names: Names of the tensors that the rule copies unchanged.
+        count: If given, all parts with smaller numbers must have the same tensors; None compares the parts that have
+            any.
     """
     parts: dict[tuple[str, int], dict[str, str]] = {}
     for name in names:
@@ -388,7 +407,7 @@ def uneven(names: Iterable[str], count: int | None = None) -> list[str]:
 
 
 def parts_lacking(rule: Rule, dialect: Dialect, names: Iterable[str]) -> list[str]:
-    """Tensors that are not there of things that a rule carries over and that must be whole (``Rule.whole``)."""
+    """List missing tensors of modules that a rule copies and that must be complete (``Rule.whole``)."""
     have = {dialect.normal(name): name for name in names}
     lacking = []
     for start, rests in rule.whole:
@@ -398,10 +417,16 @@ def parts_lacking(rule: Rule, dialect: Dialect, names: Iterable[str]) -> list[st
 
 
 def refuse_incomplete(where: str, title: str, lacking: Sequence[str], hint: str = "") -> None:
-    """Refuse what lacks something.
+    """Raise an error if ``lacking`` is not empty.
+
+    Args:
+        where: The checkpoint, for the message.
+        title: The family's title, for the message.
+        lacking: What is missing, as ``absent`` gives it.
+        hint: A further sentence for the message, beginning with a space; or "".
 
     Raises:
-        GdnError: it does; the sentence lists what.
+        GdnError: Something is missing; the message lists it.
     """
     if not lacking:
         return

@@ -1,4 +1,4 @@
-"""config.json: the kinds of its settings, checked before any is used, and what it says of sizes."""
+"""Checks of config.json: the types of all settings that are read, and whether sizes agree with the tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_config", "check_mixer", "check_sizes", "text_config", "tied"]
 
 
 def tied(config: Mapping[str, Any], default: bool) -> bool:
-    """Whether the head is the embedding."""
+    """Whether the head shares its weight with the embedding."""
     said = [part["tie_word_embeddings"] for part in (config, text_config(config)) if "tie_word_embeddings" in part]
     return any(said) if said else default
 
@@ -98,10 +98,10 @@ _INSIDE = ("text_config", "linear_attn_config", "attn")
 
 
 def check_config(config: Mapping[str, Any], under: str = "config.json's ", depth: int = 3) -> None:
-    """Check the kinds of the settings that are read, wherever they may stand; others are nobody's business here.
+    """Check the types of the settings that are read, at any depth at which they may occur; other settings are ignored.
 
     Raises:
-        GdnError: one is of another kind, or two contradict each other.
+        GdnError: A setting has the wrong type, or two settings contradict each other.
     """
     for key, (fits, must) in _SETTINGS.items():
         if key in config and not fits(config[key]):
@@ -122,7 +122,7 @@ def check_config(config: Mapping[str, Any], under: str = "config.json's ", depth
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it, shortened."""
+    """Return a value as JSON, shortened for a message."""
     names = {"None": "null", "True": "true", "False": "false"}
     return names.get(repr(value), repr(value)[:60])
 
@@ -140,10 +140,10 @@ def _said(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int] |
 def check_sizes(
     family: Family, config: Mapping[str, Any], places: Mapping[Key, Place], sizes: Mapping[str, int]
 ) -> None:
-    """Compare what the configuration says of sizes with what shapes say.
+    """Compare the sizes in the configuration with the shapes of the tensors.
 
     Raises:
-        GdnError: they differ.
+        GdnError: They differ.
     """
     for dim, keys in family.says.items():
         said = _said(config, keys)
@@ -158,10 +158,10 @@ def check_sizes(
 
 
 def check_mixer(family: Family, config: Mapping[str, Any]) -> None:
-    """Check that the linear layers compute what ours can.
+    """Check that our layers can compute what the configuration describes.
 
     Raises:
-        GdnError: they have an activation that ours lack.
+        GdnError: The linear layers have an activation or biases that our layers do not have.
     """
     act = text_config(config).get("hidden_act")
     if family.conv_activation and act not in (None, "silu", "swish"):
@@ -175,6 +175,6 @@ def check_mixer(family: Family, config: Mapping[str, Any]) -> None:
     try:
         gate = family.mixer(config).gate
     except (KeyError, TypeError):
-        return  # it does not say what they compute, which only some targets must know
+        return  # It does not say what the layers compute; only some targets need to know.
     if gate not in (None, "silu", "sigmoid"):
         raise bad("config.json's output gate", repr(gate), "be 'silu' (or 'swish') or 'sigmoid'")

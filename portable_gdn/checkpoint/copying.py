@@ -1,4 +1,4 @@
-"""Copy elements between arrays of the same shape, fast also where one is the other transposed."""
+"""A copy between arrays of the same shape that is also fast if one of them is a transposed view."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import numpy as np
 
 __all__ = ["copy"]
 
-_ROWS, _COLUMNS = 512, 16  # of a tile: what was fastest of several
+_ROWS, _COLUMNS = 512, 16  # the size of a tile; the fastest of several that were measured
 
 
 def copy(to: np.ndarray, source: np.ndarray) -> None:
-    """``to[...] = source``; dtypes may differ.
+    """Do ``to[...] = source``, in tiles if that is faster; the dtypes may differ.
 
-    Where the fastest axis of the two differs, whole-array copies miss the cache at every element; tiles do not.
+    Where the contiguous axes of the two arrays differ, a copy of the whole array misses the cache at every element, and
+    a copy in tiles does not.
     """
     if to.dtype == source.dtype and to.itemsize in (1, 2, 4, 8):
-        # numpy moves numbers of its own faster than those of other packages.
+        # numpy moves integers faster than elements of dtypes that other packages define.
         to, source = to.view(f"u{to.itemsize}"), source.view(f"u{source.itemsize}")
     if to.ndim < 2 or source.size < _ROWS * _COLUMNS or source.strides[-1] == source.itemsize:
         to[...] = source

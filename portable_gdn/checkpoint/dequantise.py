@@ -1,18 +1,20 @@
-"""Weights in eight or four bits, turned into bfloat16 on the way (``--dequantise``): a checkpoint as if saved so.
+"""Dequantisation of 8-bit and 4-bit weights during a port (``--dequantise``).
 
-What is read, with the names that compressed-tensors, ModelOpt and transformers give the parts. Every value is the
-stored number times its scale, computed in float32:
+A ``Dequantising`` checkpoint looks as if its weights had been saved in bfloat16. The table lists the formats that are
+read, with the names that compressed-tensors, ModelOpt and transformers give to the tensors. Each value is the stored
+number times its scale, computed in float32.
 
-    FP8, int8     <module>.weight, .weight_scale or .weight_scale_inv (which multiplies, too): one for all, for a row
-                  ([out] or [out, 1]), for a group of columns ([out, in / g]), or for a block, whose size the
-                  configuration has
-    NVFP4         <module>.weight_packed, two of e2m1 a byte, the lower four bits first; .weight_scale in e4m3 for 16
-                  columns; .weight_global_scale, which divides. ModelOpt's: .weight, .weight_scale, and .weight_scale_2,
-                  which multiplies
-    MXFP4         .weight_packed and .weight_scale, an exponent 2^(n - 127) for 32 columns
+    FP8, int8     <module>.weight, with .weight_scale or .weight_scale_inv, both of which multiply. A scale is for the
+                  whole tensor, a row ([out] or [out, 1]), a group of g columns ([out, in / g]), or a block whose size
+                  the configuration gives.
+    NVFP4         <module>.weight_packed holds two e2m1 numbers per byte, the first in the lower four bits.
+                  .weight_scale holds one e4m3 number for 16 columns, and .weight_global_scale divides. In ModelOpt's
+                  form these are .weight, .weight_scale and .weight_scale_2, which multiplies.
+    MXFP4         .weight_packed, and .weight_scale with one exponent for 32 columns: the scale is 2^(n - 127).
 
-Scales of activations and of key-value caches have nothing to act on in bfloat16, and are left out. Scales are looked at
-before anything is written: NaN, infinite or negative ones are refused, and zeros unless all they multiply is zero.
+Scales of activations and of key-value caches are left out, because bfloat16 does not need them. All scales are checked
+before anything is written: NaN, infinite and negative scales are refused, and so are zeros, unless all the numbers that
+they multiply are zero.
 """
 
 from __future__ import annotations
@@ -37,20 +39,29 @@ __all__ = ["Dequantising", "Quantised", "can_dequantise", "find"]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _CODES = np.concatenate([E2M1, -E2M1])  # the fourth bit is the sign
-_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], -1)  # by byte
+_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], -1)  # the two numbers that a byte holds
 _LEFT_OUT = re.compile(
     r"(?:.*\.)?(?:(?P<input>(?:input|activation|output)_(?:scale(?:_inv|_2)?|global_scale|zero_point)|act_scale)"
     r"|(?P<cache>(?:[qkv]|kv|prob)_(?:scale|zero_point)))"
 )
-_ROWS = 64 * 2**20  # bytes of float32 that are computed at a time
-_LARGE = 2**29  # bytes of a dequantised tensor that lies in a file instead of memory
+_ROWS = 64 * 2**20  # the most bytes of float32 that are computed at a time
+_LARGE = 2**29  # from this size on, in bytes, a dequantised tensor is kept in a file instead of memory
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight as it is stored. name: what it is called in bfloat16. kind: "8 bit", "nvfp4" or "mxfp4".
+    """A weight as it is stored.
 
-    share: how many rows and columns have one scale; (0, 0) is all of them. divides: whether the global scale does.
+    Attributes:
+        name: The name that it would have in bfloat16.
+        scheme: A description of its format, for messages.
+        kind: "8 bit", "nvfp4" or "mxfp4".
+        stored: The name of the tensor that holds the numbers.
+        scale: The name of the tensor that holds the scales.
+        shape: The shape that it has in bfloat16.
+        share: The number of rows and of columns that share a scale; 0 means all of them.
+        whole: The name of the tensor that holds the global scale, or None.
+        divides: Whether the global scale divides, instead of multiplying.
     """
 
     name: str
@@ -65,26 +76,29 @@ class Quantised:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The stored tensors."""
+        """The names of the stored tensors."""
         return (self.stored, self.scale, *((self.whole,) if self.whole is not None else ()))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a description that can be written as JSON."""
         return {"scheme": self.scheme, "stored": self.stored, "scales": list(self.parts[1:])}
 
 
 def find(
     inventory: Mapping[str, Spec], config: Mapping[str, Any], values: Checkpoint | None = None
 ) -> tuple[dict[str, Quantised], dict[str, str]]:
-    """The weights that are stored in few bits, by what they are called in bfloat16; and what is left out, and why.
+    """Find the quantised weights, by the names that they would have in bfloat16, and the tensors to leave out.
 
     Args:
-        inventory: what is there.
-        config: of config.json, which says how large blocks are.
-        values: where to look up the shape that some packed weights have beside them; None does not.
+        inventory: The tensors of the checkpoint.
+        config: The contents of config.json, which give the size of blocks.
+        values: The checkpoint, to read the shapes that some formats store with packed weights; None skips this check.
+
+    Returns:
+        The quantised weights, and for each tensor that is left out the reason.
 
     Raises:
-        GdnError: a scale is absent, has a wrong shape, or there is a zero point.
+        GdnError: A scale is missing or has a wrong shape, or a weight has a zero point.
     """
     found: dict[str, Quantised] = {}
     out: dict[str, str] = {}
@@ -146,7 +160,7 @@ def _four_bits(
 
 
 def _plain(name: str, spec: Spec, inventory: Mapping[str, Spec], config: Mapping[str, Any]) -> Quantised | None:
-    """A weight under its own name: in eight bits, or ModelOpt's NVFP4."""
+    """Describe a quantised weight that is stored under its own name: in eight bits, or in ModelOpt's form of NVFP4."""
     scale = next((name + end for end in ("_scale", "_scale_inv") if name + end in inventory), None)
     if scale is None or name.endswith(("_scale", "_global_scale")):
         return None
@@ -165,7 +179,7 @@ def _plain(name: str, spec: Spec, inventory: Mapping[str, Spec], config: Mapping
 
 
 def _share(name: str, spec: Spec, scale: str, found: Spec, config: Mapping[str, Any]) -> tuple[tuple[int, int], str]:
-    """Rows and columns for one scale, by the shape of the scales; in words."""
+    """Return how many rows and columns share a scale, judged by the shape of the scales, and the same in words."""
     *lead, out, inside = spec.shape
     blocks = _block(config)
     shape = found.shape
@@ -184,7 +198,7 @@ def _share(name: str, spec: Spec, scale: str, found: Spec, config: Mapping[str, 
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, by transformers' setting or compressed-tensors'."""
+    """Return the rows and columns of a block, from transformers' setting or that of compressed-tensors."""
     said = quantisation(config)
     found = said.get("weight_block_size")
     groups = said.get("config_groups")
@@ -208,21 +222,24 @@ def can_dequantise(checkpoint: Checkpoint) -> bool:
     try:
         return bool(find(checkpoint.inventory, checkpoint.config)[0])
     except GdnError:
-        return True  # it says what is wrong with them, where it is asked for
+        return True  # The user will see the error on requesting --dequantise.
 
 
 class Dequantising(Checkpoint):
     """A checkpoint whose quantised weights look as if they were bfloat16.
 
-    quantised: these, by name. left_out: tensors that nothing is made of, and why. wide: whether arrays are float32
-    instead, to be cast to something else. scratch: where tensors too large for memory lie while they are needed.
+    Attributes:
+        quantised: The quantised weights by name.
+        left_out: The tensors that are left out, each with the reason.
+        wide: Whether arrays are float32 instead, because they will be cast to another dtype.
+        scratch: The folder for tensors that are too large for memory; None means the system's temporary folder.
     """
 
     def __init__(self, checkpoint: Checkpoint, wide: bool = False) -> None:
-        """Look at an opened checkpoint so.
+        """Wrap a checkpoint that is already open.
 
         Raises:
-            GdnError: as ``find``; or nothing is quantised, or a weight is that has no scales.
+            GdnError: Nothing is quantised, a quantised weight has no scales, or a reason given in ``find``.
         """
         self.__dict__.update(checkpoint.__dict__)
         self.quantised, self.left_out = find(checkpoint.inventory, checkpoint.config, checkpoint)
@@ -238,7 +255,7 @@ class Dequantising(Checkpoint):
 
     @property
     def inventory(self) -> dict[str, Spec]:
-        """What is there once it is dequantised."""
+        """The tensors as they are after dequantisation."""
         if self._dense:
             return self._dense
         by_stored = {made.stored: made for made in self.quantised.values()}
@@ -252,16 +269,16 @@ class Dequantising(Checkpoint):
         return found
 
     def stored(self, name: str) -> tuple[str, ...]:
-        """The tensors of the files that this one is made of."""
+        """Return the names of the stored tensors from which this one is made."""
         return self.quantised[name].parts if name in self.quantised else super().stored(name)
 
     def regroup(self, found: Mapping[str, Regrouped]) -> None:
-        """Take these tensors to be cut so from now on."""
+        """Treat these tensors as cut in this way from now on."""
         super().regroup(found)
         self._dense = {}
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor; a quantised one in bfloat16 (or float32), of which one at a time is kept."""
+        """Return a tensor; a quantised one is in bfloat16 (or float32), and memory keeps only the last of these."""
         if name not in self.quantised:
             return super().array(name)
         if self._last is None or self._last[0] != name:
@@ -274,7 +291,8 @@ class Dequantising(Checkpoint):
         size = prod(made.shape) * dtype.itemsize
         out: np.ndarray
         if size > _LARGE:
-            with tempfile.TemporaryFile(dir=self.scratch) as file:  # goes with the last array over it
+            # the file is deleted together with the last array that maps it
+            with tempfile.TemporaryFile(dir=self.scratch) as file:
                 file.truncate(size)
                 out = np.memmap(file, dtype, shape=made.shape)
         else:
@@ -291,7 +309,7 @@ class Dequantising(Checkpoint):
         return out
 
     def _values(self, made: Quantised) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Values of some rows of each matrix, in float32."""
+        """Yield the values of some rows of each matrix, in float32."""
         *_, out, inside = made.shape
         stored = super().array(made.stored)
         stored = stored.reshape(-1, out, stored.shape[-1])
@@ -304,12 +322,12 @@ class Dequantising(Checkpoint):
                     values = stored[n, rows].astype(np.float32)
                 else:
                     values = _PAIRS[stored[n, rows]].reshape(rows.stop - rows.start, inside)
-                with np.errstate(all="ignore"):  # what is not finite is refused
+                with np.errstate(all="ignore"):  # non-finite results are refused by the caller
                     values *= _spread(scales[n], made.share, rows, values.shape)
                 yield n, rows, values
 
     def _scales(self, made: Quantised) -> np.ndarray:
-        """All scales of a weight as [matrices, rows, columns], float32."""
+        """Return all scales of a weight as [matrices, rows, columns], float32."""
         found = super().array(made.scale)
         lead, (_, down), (out, inside) = prod(made.shape[:-2]), made.share, made.shape[-2:]
         if made.kind == "mxfp4":
@@ -330,14 +348,14 @@ class Dequantising(Checkpoint):
         return np.asarray(values, np.float32)
 
     def check_scales(self) -> None:
-        """Look at every scale.
+        """Check every scale.
 
         Raises:
-            GdnError: one is NaN, infinite or negative, or is zero and what it multiplies is not.
+            GdnError: A scale is NaN, infinite or negative, or it is zero and multiplies a number that is not zero.
         """
         for made in self.quantised.values():
             for name in made.parts[1:]:
-                if made.kind == "mxfp4":  # exponents; 255 is NaN
+                if made.kind == "mxfp4":  # the scales are exponents; 255 stands for NaN
                     values = np.where(super().array(name).view(np.uint8) == 255, np.nan, 1.0)
                 else:
                     values = np.asarray(super().array(name), np.float32)
@@ -354,7 +372,7 @@ class Dequantising(Checkpoint):
             self.release()
 
     def _all_zero(self, made: Quantised) -> bool:
-        """Whether whatever has a scale of zero is zero itself."""
+        """Whether every number whose scale is zero is itself zero."""
         out, inside = made.shape[-2:]
         stored = super().array(made.stored)
         stored = stored.reshape(-1, out, stored.shape[-1])
@@ -366,7 +384,7 @@ class Dequantising(Checkpoint):
         return True
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what is dequantised and what is left out."""
+        """Return sentences about what is dequantised and what is left out."""
         kinds: dict[str, int] = {}
         for made in self.quantised.values():
             kinds[made.scheme] = kinds.get(made.scheme, 0) + 1
@@ -381,7 +399,7 @@ class Dequantising(Checkpoint):
 
 
 def _spread(scales: np.ndarray, share: tuple[int, int], rows: slice, shape: tuple[int, ...]) -> np.ndarray:
-    """The scales [rows, columns] of one matrix, each as often as it is used in these rows."""
+    """Return the scales of one matrix, repeated so that they match these rows of its values."""
     if share == (0, 0):
         return np.broadcast_to(scales, shape)
     across, down = share

@@ -1,9 +1,10 @@
-"""Files read and written past the system's cache.
+"""Read and write files without the system's cache (O_DIRECT).
 
-What is ported is larger than memory and looked at once. Through the system's cache every byte costs a page that must be
-found, and another that must be given up for it: several times the processor's work of everything else here. So files
-are opened with O_DIRECT where system and file system have it, and otherwise as usual. Memory, lengths and places in the
-file must then be whole blocks, which is all that this module hides.
+A port reads data that is larger than memory, and reads it once. With the cache, the system would have to find a page
+for every block and give up another, which costs several times as much processor time as everything else in a port.
+Files are therefore opened with O_DIRECT where the system and the file system support it, and normally elsewhere.
+O_DIRECT requires that memory, lengths and positions in the file are multiples of a block; this module hides that from
+its callers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _plain(handle: int) -> bool:
-    """Turn O_DIRECT off, for a file system that takes it and then wants larger blocks; whether it was on."""
+    """Turn O_DIRECT off, for a file system that accepts the flag but needs larger blocks; return whether it was on."""
     import fcntl
 
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
@@ -43,7 +44,7 @@ def _plain(handle: int) -> bool:
 
 
 def _read(handle: int, data: memoryview, at: int) -> int:
-    """Read into ``data`` from this place of the file; how many bytes one call gave."""
+    """Read into ``data`` from this position of the file; return the number of bytes that one system call gave."""
     if not hasattr(os, "preadv"):
         os.lseek(handle, at, os.SEEK_SET)
         return os.readv(handle, [data])
@@ -56,13 +57,14 @@ def _read(handle: int, data: memoryview, at: int) -> int:
 
 
 def _memory(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, size)  # begins at a page
+    return mmap.mmap(-1, size)  # begins at a page boundary
 
 
 class Buffers:
-    """Memory that is used again: the system fills fresh pages with zeros, which costs as much as reading into them.
+    """Memory that is reused, because the system fills new pages with zeros, which costs as much as reading into them.
 
-    Sizes are rounded up by at most an eighth, so that few occur; at most ``most`` bytes wait unused.
+    Sizes are rounded up by at most an eighth, so that few different sizes occur. At most ``most`` bytes are kept
+    unused.
     """
 
     def __init__(self, most: int) -> None:
@@ -72,7 +74,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> mmap.mmap:
-        """Memory of at least ``size`` bytes."""
+        """Return memory of at least ``size`` bytes."""
         unit = max(2 * _ALIGN, 1 << max((size - 1).bit_length() - 3, 0))
         size += -size % unit
         with self._lock:
@@ -82,7 +84,7 @@ class Buffers:
         return _memory(size)
 
     def give(self, memory: mmap.mmap) -> None:
-        """Take it back; nobody may look at it any more."""
+        """Take memory back; the caller must not use it afterwards."""
         with self._lock:
             self._free.setdefault(len(memory), []).append(memory)
             self._waiting += len(memory)
@@ -93,7 +95,7 @@ class Buffers:
 
 
 def read(path: Path, begin: int, end: int, buffers: Buffers) -> tuple[np.ndarray, mmap.mmap]:
-    """Bytes of a file, and the memory they are in; fewer than were asked for if the file is shorter."""
+    """Return bytes of a file and the memory that holds them; there are fewer than requested if the file is shorter."""
     low = begin - begin % _ALIGN
     wanted = end - low
     memory = buffers.take(wanted + _ALIGN)
@@ -112,7 +114,7 @@ def read(path: Path, begin: int, end: int, buffers: Buffers) -> tuple[np.ndarray
 
 
 def pieces(path: Path, begin: int, end: int) -> Iterator[memoryview]:
-    """Bytes of a file in order. A piece is valid until the one after the next is read."""
+    """Yield the bytes of a file in order. A piece is valid until the piece after the next is read."""
     room = min(_BLOCK, end - begin + -(end - begin) % _ALIGN + 2 * _ALIGN)
     two = [memoryview(_memory(room)) for _ in range(2)]
     handle = _open(path, os.O_RDONLY)
@@ -132,10 +134,11 @@ def pieces(path: Path, begin: int, end: int) -> Iterator[memoryview]:
 
 
 class Writer:
-    """A new file of a known size: its room is asked for at once, so that a full disk shows now.
+    """A new file of a known size. Its space is reserved at once, so that a full disk is noticed before any data is
+    written.
 
     Raises:
-        OSError: ENOSPC among others.
+        OSError: The file cannot be created; ENOSPC if the disk has too little space.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -162,11 +165,11 @@ class Writer:
                 self._flush()
 
     def _flush(self) -> None:
-        """Write what is there, filled up to whole blocks."""
+        """Write the buffered bytes, padded to whole blocks."""
         count = self._filled + -self._filled % _ALIGN
         self._memory[self._filled : count] = 0
         view = memoryview(self._memory)[:count]  # type: ignore[arg-type]
-        while view:  # a system call may write less, when a disk is about to be full
+        while view:  # a system call may write less than it was given when the disk is nearly full
             try:
                 wrote = os.write(self._handle, view)
             except OSError as error:

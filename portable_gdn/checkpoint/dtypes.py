@@ -1,4 +1,4 @@
-"""The dtypes of safetensors files, as numpy knows them (with ml_dtypes for those that numpy lacks)."""
+"""The dtypes of safetensors files as numpy dtypes; ml_dtypes provides those that numpy lacks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def dtype_of(name: str) -> np.dtype:
-    """The numpy dtype of a file's dtype name."""
+    """Return the numpy dtype for a dtype name of a safetensors file, such as "BF16"."""
     return NAMES[name]
 
 
 def itemsize(name: str) -> int:
-    """Bytes an element."""
+    """Return the number of bytes of one element."""
     return NAMES[name].itemsize

@@ -1,8 +1,8 @@
-"""Read the header of a safetensors file, and believe none of it until it was checked.
+"""Read the header of a safetensors file and check all of it before it is used.
 
-A file is 8 bytes (length of the header, little endian), the header (JSON: name -> dtype, shape, data_offsets) and the
-data. Everything that is later used to address memory is checked here: the header's length against the file's, offsets
-against the data, sizes against shapes, and that tensors fill the data without a gap or an overlap.
+A file consists of 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, data_offsets)
+and the data. Everything that later addresses memory is checked here: the header's length against the file's, offsets
+against the data, sizes against shapes, and that the tensors fill the data without gaps or overlaps.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ __all__ = [
     "what_else",
 ]
 
-MAX_HEADER = 100_000_000  # bytes; what the safetensors package allows
-MAX_TENSORS = 1_000_000  # in one checkpoint; one of 80 billion parameters with 512 experts has 76 thousand
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+MAX_TENSORS = 1_000_000  # in one checkpoint; a model of 80 billion parameters with 512 experts has 76 thousand
 MAX_NAME = 512
 MAX_RANK = 16
 
-# Letters, digits and what module paths hold; no path separators. That no part between dots is empty keeps ".." out.
+# Letters, digits and the other characters of module paths, but no path separators. Parts between dots must not be
+# empty, which excludes "..".
 _NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file: its dtype by the file's name for it, its shape, and where its bytes are in the file."""
+    """One tensor of a file: its dtype (by the file's name for it), its shape, and the range of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,13 +50,13 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """The number of bytes of its data."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header: its own bytes (length included), the tensors in the order of their data, and the metadata."""
+    """A checked header: its own bytes (including the length), the tensors in the order of their data, and metadata."""
 
     raw: bytes
     tensors: dict[str, Tensor]
@@ -63,10 +64,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a file.
+    """Read the header of a file and check it.
 
     Raises:
-        GdnError: the file is not a safetensors file, or its header cannot be believed.
+        GdnError: The file is not a safetensors file, or its header is not consistent.
     """
     try:
         size = path.stat().st_size
@@ -100,16 +101,16 @@ _BEGINNINGS = (
 
 
 def what_else(beginning: bytes) -> str | None:
-    """What a file is that begins so, where it is something else than it should be and that can be told."""
+    """Name the type of a file that should have been something else, from its first bytes; None if they do not tell."""
     start = beginning.lstrip()
     return next((what for mark, what in _BEGINNINGS if start[: len(mark)].lower() == mark.lower()), None)
 
 
 def parse_header(path: Path, raw: bytes, size: int) -> Header:
-    """Check header bytes (the 8 of the length included) against the size of the file that they describe.
+    """Check the bytes of a header (including the 8 bytes of its length) against the size of its file.
 
     Raises:
-        GdnError: as ``read_header``.
+        GdnError: A reason given in ``read_header``.
     """
     start = len(raw)
     try:
@@ -145,10 +146,10 @@ def parse_header(path: Path, raw: bytes, size: int) -> Header:
 
 
 def parse_name(path: Path, name: str) -> None:
-    """Check a tensor's name: it may become a part of a path.
+    """Check the name of a tensor, because it may become part of a path.
 
     Raises:
-        GdnError: it holds anything but letters, digits, "_", "-" and single dots, or is too long.
+        GdnError: It has characters other than letters, digits, "_", "-" and single dots, or is too long.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise _refuse(

@@ -1,4 +1,4 @@
-"""What a model is that is of no family here: by its model_type, and by what its tensors are named like."""
+"""Describe a model that belongs to no supported family, by its model_type and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """The model_type of a configuration and of the text model in it."""
+    """Return the model_type of a configuration and that of the text model inside it."""
     inner = config.get("text_config")
     parts = [config, inner] if isinstance(inner, Mapping) else [config]
     return list(dict.fromkeys(part["model_type"] for part in parts if isinstance(part.get("model_type"), str)))
 
 
 def _what(config: Mapping[str, Any], names: Sequence[str]) -> str:
-    """What the model's layers are, or "", if nothing tells."""
+    """Return a description of the model's layers, or "" if nothing identifies them."""
     for said in model_types(config):
         for pattern, what in _KINDS:
             if re.fullmatch(pattern, said) and family_named(said) is None:
@@ -77,7 +77,9 @@ def _known() -> str:
 
 
 def unknown_model(folder: Path, config: Mapping[str, Any], names: Sequence[str], fits: Sequence[Family]) -> GdnError:
-    """The refusal of a model whose model_type is of no family here; ``fits`` have all of its tensors' names."""
+    """Return the error for a model whose model_type is not supported; ``fits`` are families whose tables have all its
+    names.
+    """
     said = model_types(config)
     what = _what(config, names)
     start = f"{folder} is of model_type {' with '.join(said)}" if said else f"{folder} has no model_type in config.json"
@@ -92,7 +94,7 @@ def unknown_model(folder: Path, config: Mapping[str, Any], names: Sequence[str],
 
 
 def no_linear_layer(folder: Path, config: Mapping[str, Any], names: Sequence[str]) -> GdnError:
-    """The refusal of a model that has no layer of linear attention."""
+    """Return the error for a model without a linear-attention layer."""
     what = _what(config, names)
     about = f": {what}" if what else ""
     return GdnError(

@@ -1,10 +1,10 @@
-"""Factors of parts that the target has in one projection: joined into one pair, exactly.
+"""Join the LoRA factors of several projections that are a single projection in the target; the result is exact.
 
-Parts q, k, v with factors A_q, B_q and so on, of ranks that may differ, are one pair of the sum of the ranks: A has the
-A of all parts one below the other, B has each part's B in the part's rows and its own columns, and zeros elsewhere. So
-B A has in each part's rows what the part's own factors give; a part without factors has rows of zeros. Trained on, the
-zeros do not stay zero and the pair is no longer that of parts, so the parts' own factors are carried along: the way
-back takes them, if the joined pair is as it was written.
+If parts q, k and v have factors A_q, B_q and so on, whose ranks may differ, then one pair whose rank is the sum of the
+ranks gives the same update. A stacks the A of all parts. B is block-structured: it has each part's B in that part's
+rows and columns, and zeros elsewhere, so B A has each part's own update in that part's rows. A part without factors
+gets rows of zeros. Training does not keep the zeros at zero, so a trained pair cannot be taken apart. The factors of
+the parts are therefore carried in the port as well, and the way back uses them if the joined pair is unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ __all__ = ["Joined", "join"]
 
 @dataclass
 class Joined:
-    """outputs: the joined factors. keys: the pieces that are in them. carried: the source's tensors that hold these.
-    scalings, ranks: of each joined output's projection, by the name of its A."""
+    """The result of ``join``.
+
+    Attributes:
+        outputs: The joined factors.
+        keys: The pieces that they contain.
+        carried: The source's tensors that hold these pieces, to be copied unchanged.
+        scalings, ranks: For each joined projection, its scaling and rank by the name of its A.
+    """
 
     outputs: list[Output] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)
@@ -42,7 +48,7 @@ class Joined:
 
 @dataclass
 class _Group:
-    """What goes into one projection of the target: the rows of its A and its B, indices, pieces found."""
+    """What goes into one projection of the target: the rows of its A and B, its indices, and the pieces found."""
 
     a: Entry
     b: Entry
@@ -59,19 +65,19 @@ def join(
     sizes: Mapping[str, int],
     dtype: str | None,
 ) -> Joined:
-    """Join the factors of all projections whose parts have factors of their own, or none.
+    """Join the factors of all of the target's projections whose parts have factors of their own.
 
     Args:
-        dialect: the target's.
-        places: the source's pieces.
-        wanted: those that the target has a place for.
-        checkpoint: the source.
-        adapter: its configuration.
-        sizes: of dims, for parts that have no factors.
-        dtype: what floating-point tensors are cast to, or None.
+        dialect: The target's dialect.
+        places: The pieces of the source.
+        wanted: Which pieces the target has a place for.
+        checkpoint: The source.
+        adapter: Its configuration.
+        sizes: The sizes of dims, for parts that have no factors.
+        dtype: The dtype to which floating-point tensors are cast, or None.
 
     Raises:
-        GdnError: parts' scalings or dtypes differ, or a magnitude (DoRA) of a part is absent.
+        GdnError: The scalings or dtypes of the parts differ, or a part lacks the magnitude (DoRA) that others have.
     """
     found = Joined()
     for name, group in _groups(dialect, places, wanted).items():
@@ -114,7 +120,7 @@ def _join_one(
     found: Joined, name: str, group: _Group, source: _Parts, sizes: Mapping[str, int], dtype: str | None
 ) -> None:
     dialect, places, checkpoint, adapter = source
-    where: dict[str, int] = {}  # each A's first row in the joined one
+    where: dict[str, int] = {}  # the first row of each A in the joined A
     total = 0
     for key in group.pieces:
         bound = places[key].bound
@@ -174,7 +180,7 @@ def _join_one(
 
 
 def _turned(place: Place, checkpoint: Checkpoint, dims: tuple[str, ...]) -> np.ndarray:
-    """A piece's elements, axes in this order."""
+    """Return the elements of a piece, with the axes in this order."""
     lay = place.bound.entry.layout
     view = lay.view(checkpoint.array(place.bound.name), place.bound.sizes, place.segment, place.along)
     own = lay.dims(place.segment)
@@ -191,7 +197,7 @@ def _dtype(name: str, every: list[Place], dtype: str | None) -> str:
 
 
 def _scaling(adapter: Adapter, place: Place) -> float | None:
-    if len(adapter.slots.names) > 1:  # one configuration cannot be that of all
+    if len(adapter.slots.names) > 1:  # a single configuration cannot describe several adapters
         return None
     module = adapter.modules[place.bound.name]
     return adapter.scaling(module, place.bound.sizes[RANK])

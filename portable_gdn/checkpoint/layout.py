@@ -1,20 +1,19 @@
-"""How one tensor of a file is put together from pieces: the small language of the family tables.
+"""Layouts: the small language in which family tables say how a tensor is put together from pieces.
 
-A *piece* is what all formats of a model share under one name: the query projection ``q``, the decay's ``A_log``. A
-format differs from another in how it lays pieces out in tensors, and a layout says that for one tensor, axis by axis:
+A *piece* is a part of a model that all formats share under one name, such as the query projection ``q`` or the decay's
+``A_log``. Formats differ in how they lay pieces out in tensors. A layout describes one tensor, axis by axis:
 
-    "q: Hk Dk, E"                                      one piece: an axis of Hk * Dk rows, an axis of E
+    "q: Hk Dk, E"                                      one piece: an axis of Hk * Dk rows, an axis of E columns
     "q: E, Hk Dk"                                      the same piece, transposed
-    "(q Hk Dk | k Hk Dk | v Hk R Dv), E"               three pieces one after the other along an axis
-    "Hk (q Dk | k Dk | v R Dv | z R Dv), E"            four pieces, interleaved: for each key head its rows of each
+    "(q Hk Dk | k Hk Dk | v Hk R Dv), E"               three pieces, concatenated along an axis
+    "Hk (q Dk | k Dk | v R Dv | z R Dv), E"            four pieces, interleaved: each key head's rows of all four
     "A_log: 1, 1, Hk R, 1"                             axes of length 1
-    "@e, (expert_gate M | expert_up M), E"             stacked: an axis along which the expert's number runs
+    "@e, (expert_gate M | expert_up M), E"             stacked: the first axis is the expert's number
     "q#A & k#A: rank, E"                               one tensor that is several pieces at once
 
-Dims are named by words: those that begin with a capital have one size in the whole checkpoint, others their own in each
-tensor; "@" begins the name of an index. Since a layout only splits, joins, permutes and stacks, it is undone by reading
-it the other way: ``view`` gives a piece's elements inside a tensor as an array with named axes, for reading and for
-writing.
+Names of dims that begin with a capital have the same size in the whole checkpoint; others have a size of their own in
+each tensor. "@" marks an index. A layout only splits, joins, permutes and stacks, so it works in both directions:
+``view`` returns the elements of a piece inside a tensor as an array with named axes, for reading and for writing.
 """
 
 from __future__ import annotations
@@ -34,9 +33,12 @@ __all__ = ["Layout", "layout"]
 class Layout:
     """A parsed layout.
 
-    axes: for each axis of the tensor the dims it is the product of (without those inside the parentheses).
-    joined: the axis that holds the parentheses, or None.
-    segments: for each piece its name and the dims inside the parentheses.
+    Attributes:
+        text: The layout as it was written.
+        axes: For each axis of the tensor, the dims whose product it is (without those inside the parentheses).
+        joined: The axis that has the parentheses, or None.
+        segments: For each piece, its name and the dims inside the parentheses.
+        shared: Whether the tensor is several pieces at once.
     """
 
     text: str
@@ -46,7 +48,7 @@ class Layout:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """Names of the pieces, in order."""
+        """The names of the pieces, in order."""
         return tuple(name for name, _ in self.segments)
 
     @property
@@ -56,11 +58,11 @@ class Layout:
 
     @property
     def indices(self) -> tuple[str, ...]:
-        """Names of the indices that run along axes, without "@"."""
+        """The names of the indices that are axes, without "@"."""
         return tuple(dim[1:] for axis in self.axes for dim in axis if dim[0] == "@")
 
     def dims(self, segment: int) -> tuple[str, ...]:
-        """Named dims of one piece, in the order of this tensor."""
+        """Return the named dims of one piece, in the order in which this tensor has them."""
         found: list[str] = []
         for n, axis in enumerate(self.axes):
             found += [d for d in axis if d != "1" and d[0] != "@"]
@@ -69,7 +71,7 @@ class Layout:
         return tuple(found)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The tensor's shape, for sizes of all dims (indices under their names with "@")."""
+        """Return the tensor's shape, given the sizes of all dims (those of indices under their names with "@")."""
         return tuple(
             prod(_size(d, sizes) for d in axis) * (self._width(sizes) if n == self.joined else 1)
             for n, axis in enumerate(self.axes)
@@ -79,7 +81,7 @@ class Layout:
         return sum(prod(_size(d, sizes) for d in dims) for _, dims in self.segments)
 
     def view(self, array: np.ndarray, sizes: Mapping[str, int], segment: int, index: Mapping[str, int]) -> np.ndarray:
-        """One piece's elements of the tensor, without a copy: axes are those of ``dims(segment)``."""
+        """Return a view of one piece's elements; its axes are those of ``dims(segment)``."""
         full: list[int] = []
         picks: list[int | slice] = []
         tail: list[int] = []
@@ -96,27 +98,30 @@ class Layout:
         if self.joined is not None:
             tail = [_size(d, sizes) for d in self.segments[segment][1]]
             at = sum(isinstance(p, slice) for p in picks[: self._place()])
-            found = found.reshape(*found.shape[:at], *tail, *found.shape[at + 1 :])  # splitting an axis is a view
+            found = found.reshape(*found.shape[:at], *tail, *found.shape[at + 1 :])  # splitting an axis does not copy
         return found
 
     def _place(self) -> int:
-        """How many factors stand before the joined one."""
+        """The number of factors before the one that has the parentheses."""
         assert self.joined is not None
         return sum(len(axis) for axis in self.axes[: self.joined + 1]) + 0
 
     @property
     def leading(self) -> str | None:
-        """The outermost dim or index of the first axis, along which a tensor can be made in slabs; None if none can."""
+        """The outermost dim or index of the first axis, along which the tensor can be made in slabs; None if it cannot."""
         if not self.axes or not self.axes[0] or self.axes[0][0] == "1":
             return None
         return self.axes[0][0]
 
     def solve(self, shape: tuple[int, ...], known: Mapping[str, int]) -> dict[str, int] | None:
-        """Sizes of all dims that give this shape, or None if none do. An axis with two unknowns is left unsolved."""
+        """Return the sizes of all dims that give this shape, or None if none do.
+
+        An axis with two unknown sizes is left unsolved.
+        """
         if len(shape) != len(self.axes):
             return None
         sizes = dict(known)
-        for _ in range(2):  # what one axis tells may be needed by another
+        for _ in range(2):  # a size found on one axis may be needed for another
             for n, (axis, have) in enumerate(zip(self.axes, shape, strict=True)):
                 terms = [axis] if n != self.joined else [(*axis, *dims) for _, dims in self.segments]
                 unknown = {d for term in terms for d in term if d != "1" and d not in sizes}
@@ -135,7 +140,7 @@ class Layout:
         return sizes
 
     def unsolved(self, sizes: Mapping[str, int]) -> list[str]:
-        """Dims that have no size yet."""
+        """Return the dims whose sizes are not known."""
         every = [d for axis in self.axes for d in axis] + [d for _, dims in self.segments for d in dims]
         return [d for d in dict.fromkeys(every) if d != "1" and d not in sizes]
 
@@ -149,7 +154,11 @@ _GROUP = re.compile(r"^(?P<outer>[^(]*)\((?P<inner>[^)]*)\)\s*$")
 
 @cache
 def layout(text: str) -> Layout:
-    """Parse a layout; see the top of this file."""
+    """Parse a layout; the top of this file describes the language.
+
+    Raises:
+        ValueError: The text has neither one piece before a colon nor several in parentheses.
+    """
     piece, colon, rest = text.partition(":")
     axes: list[tuple[str, ...]] = []
     joined: int | None = None

@@ -106,7 +106,7 @@ def _placed(
     sharding: Any,
     progress: Callable[[str, int, int], None] | None,
 ) -> Iterator[tuple[str, Any]]:
-    """Each leaf, or stack of leaves, where it is to lie; nothing is read but what a device is given."""
+    """Yield each leaf, or stack of leaves, placed on its devices; only what a device receives is read."""
     import jax
 
     say = progress or (lambda name, done, of: None)
@@ -138,7 +138,7 @@ def _reading(array: np.ndarray) -> Callable[[Any], np.ndarray]:
 
 
 def _stacking(arrays: list[np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Reads a part of the arrays' stack; memory holds no more than the part."""
+    """Return a function that reads a part of the arrays' stack; memory holds no more than the part."""
     return lambda index: np.stack([array[index[1:]] for array in arrays[index[0]]])
 
 
@@ -195,7 +195,7 @@ def load_layer(
 
 
 def _shapes(folder: Path, facts: dict[str, Any], under: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the leaves below a path, by the rest of their paths."""
+    """Return the shapes of the leaves below a path, by the rest of their paths."""
     port = provenance.open_port(folder, facts, side=False)
     _check_whole(folder, facts, port)
     start = under + "."
@@ -203,7 +203,7 @@ def _shapes(folder: Path, facts: dict[str, Any], under: str) -> dict[str, tuple[
 
 
 def _places(made: Any, under: str, mesh: Any, rules: Mapping[str, Any] | None) -> Callable[[str, tuple[int, ...]], Any]:
-    """The sharding of each leaf of a layer, by its whole path."""
+    """Return a function that gives the sharding of each leaf of a layer, by its whole path."""
     from flax import nnx
     from jax.sharding import NamedSharding
 
@@ -220,7 +220,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 def _mixer(
     shapes: Shapes, mixer: Mapping[str, Any], hidden_size: int, number: int, options: dict[str, Any]
 ) -> Callable[[], Any]:
-    """What makes the layer of such leaves: ``mixer`` says what it computes, the shapes which projections it has."""
+    """Return a function that makes the layer for these leaves.
+
+    ``mixer`` says what the layer computes, and the shapes say which projections it has.
+    """
     from flax import nnx
 
     from ..layers.kinds import layer_of_kind
@@ -232,7 +235,8 @@ def _mixer(
 def _lightning(
     shapes: Shapes, mixer: Mapping[str, Any], hidden_size: int, number: int, options: dict[str, Any]
 ) -> Callable[[], Any]:
-    """What makes the layer of lightning attention of such leaves; its decay follows from its number in the model."""
+    """Return a function that makes a lightning-attention layer for these leaves; its number in the model fixes its
+    decay."""
     from flax import nnx
 
     from ..layers import LightningAttention
@@ -256,7 +260,7 @@ def _lightning(
 
 
 def _filled(made: Any, tree: dict[str, Any]) -> Any:
-    """A layer without values, with these weights."""
+    """Give these weights to a layer that was made without values."""
     from flax import nnx
 
     graph, state = nnx.split(made)
@@ -280,9 +284,10 @@ def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterable[tuple
 
 
 def _check_whole(folder: Path, facts: dict[str, Any], port: Checkpoint) -> None:
-    """Compare a port's leaves with those that it was written with, and with those that its family must have.
+    """Compare a port's leaves with those that were written, and with those that its family requires.
 
-    The second finds what was absent already when it was ported, by a version that did not look.
+    The second comparison finds leaves that were already missing when an older version, which did not check, made the
+    port.
     """
     side = {name for names in facts["aside"].values() for name in names}
     lacking = [name for name in facts["tensors"] if name not in port.where and name not in side]

@@ -1,15 +1,15 @@
-"""Adapters of low rank (LoRA) on projections, by the same tables as the projections themselves.
+"""Tables for LoRA adapters, derived from the tables of the projections that they belong to.
 
-A projection [out, in] has factors B [out, r] and A [r, in]; its change is B A. Where the target splits the projection's
-rows, B is split as they are and every part gets A whole; where it is transposed, so are both. On the way back all parts
-must still have the same A (``joining`` has what is joined from parts with factors of their own). DoRA's magnitudes and
-B's biases have one number a row, and are split like B. What an adapter holds besides (``modules_to_save``, biases) are
-plain tensors, by the plain rows.
+A projection [out, in] has the factors B [out, r] and A [r, in], and the update B A. Where the target splits the rows of
+the projection, the rows of B are split in the same way and every part gets the whole A. Where the target transposes the
+projection, both factors are transposed. On the way back, all parts must still have the same A (``joining`` handles
+parts with factors of their own). DoRA's magnitudes and B's biases have one number per row and are split like B. Other
+tensors of an adapter (``modules_to_save``, biases) are plain tensors and use the plain table rows.
 
-PEFT's names are read and written: ``<module>.lora_A.weight`` and ``.lora_B.weight``, with the adapter's name between
-the two in a state dict that was not saved by PEFT (``lora_A.default.weight``): a slot. A single slot is written without
-its name. In our tree the factors are those of nnx.LoRA, ``<module>.lora.lora_a`` [in, r] and ``lora_b`` [r, out], of
-several slots ``<module>.lora.<slot>.lora_a``.
+PEFT's names are read and written: ``<module>.lora_A.weight`` and ``.lora_B.weight``. In a state dict that PEFT did not
+save, the adapter's name stands in between (``lora_A.default.weight``); such a name is called a slot. A single slot is
+written without its name. In our tree the factors are those of nnx.LoRA: ``<module>.lora.lora_a`` [in, r] and ``lora_b``
+[r, out], or ``<module>.lora.<slot>.lora_a`` if there are several slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FACTOR = re.compile(
 )
 _SAVED = re.compile(r"\.modules_to_save\.(?P<slot>[A-Za-z0-9_\-]+)\.")
 
-_OTHERS = {  # parts of names that only adapters of other kinds have
+_OTHERS = {  # parts of names that occur only in adapters of other kinds
     "lokr_": "LoKr",
     "hada_": "LoHa",
     "lora_E": "AdaLoRA",
@@ -63,7 +63,7 @@ _OTHERS = {  # parts of names that only adapters of other kinds have
 
 @dataclass(frozen=True)
 class Factor:
-    """What a factor's name says: the module it is for, which factor, and the adapter's slot ("" where it has none)."""
+    """The contents of a factor's name: its module, which factor it is, and the adapter's slot ("" if there is none)."""
 
     module: str
     kind: str
@@ -72,7 +72,7 @@ class Factor:
 
 
 def factor_of(name: str) -> Factor | None:
-    """What the name of a factor says, or None if it is no factor's."""
+    """Parse the name of a factor; None if it is not the name of one."""
     found = _FACTOR.fullmatch(name)
     if found is None:
         return None
@@ -80,12 +80,12 @@ def factor_of(name: str) -> Factor | None:
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether these are tensors of an adapter, of whatever kind."""
+    """Whether these are the tensors of an adapter of any kind."""
     return any(factor_of(name) is not None or _other(name) is not None for name in names)
 
 
 def is_factor(piece: str) -> bool:
-    """Whether a piece is one of an adapter's factors (and not a plain tensor, or a block's scales)."""
+    """Whether a piece is a factor of an adapter (and not a plain tensor, or a tensor of block scales)."""
     return "#" in piece and piece.partition("#")[2][0] in "ABMC"
 
 
@@ -97,7 +97,7 @@ def refuse_others(names: Iterable[str], config: Mapping[str, Any], where: object
     """Refuse adapters that are not LoRA.
 
     Raises:
-        GdnError: the sentence names the adapter's kind.
+        GdnError: The adapter is of another kind, which the message names.
     """
     said = config.get("peft_type")
     told = next(((kind, name) for name in names if (kind := _other(name)) is not None), None)
@@ -112,17 +112,17 @@ def refuse_others(names: Iterable[str], config: Mapping[str, Any], where: object
 
 @dataclass(frozen=True)
 class Slots:
-    """The names of adapters in one checkpoint."""
+    """The names of the adapters in one checkpoint."""
 
     names: tuple[str, ...] = ("",)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What tells the slots apart: "" alone where there is one."""
+        """The marks that tell slots apart; only "" if there is one slot."""
         return self.names if len(self.names) > 1 else ("",)
 
     def canonical(self, name: str) -> str:
-        """A tensor's name as PEFT saves it, with the slot's mark, and without what PEFT wraps modules in."""
+        """Return a tensor's name as PEFT saves it, with the slot's mark and without the prefixes of PEFT's wrappers."""
         found = factor_of(name)
         if found is None:
             return _SAVED.sub(".", name).replace(".base_layer.", ".")
@@ -132,13 +132,13 @@ class Slots:
 
 
 def slots_of(names: Iterable[str]) -> Slots:
-    """The slots of an adapter's factors."""
+    """Return the slots of an adapter's factors."""
     found = {factor.slot for factor in map(factor_of, names) if factor is not None}
     return Slots(tuple(sorted(found)) or ("",))
 
 
 def with_factors(dialect: Dialect, slots: Slots = Slots()) -> Dialect:
-    """The dialect of adapters on a dialect's projections, its own rows among them."""
+    """Return the dialect of adapters on a dialect's projections; it also has the dialect's own rows."""
     rows: list[Entry] = []
     for mark in slots.marks:
         rows += _factors(dialect, mark)
@@ -147,7 +147,7 @@ def with_factors(dialect: Dialect, slots: Slots = Slots()) -> Dialect:
 
 
 def _factors(dialect: Dialect, mark: str) -> Iterator[Entry]:
-    """Rows of the factors on whole projections."""
+    """Yield the rows of factors on whole projections."""
     for entry in dialect.entries:
         axes = [part.strip() for part in entry.layout.text.partition(":")[2].split(",")]
         plain = entry.layout.joined is None
@@ -166,7 +166,7 @@ def _factors(dialect: Dialect, mark: str) -> Iterator[Entry]:
 def _peft(base: str, entry: Entry, axes: list[str], mark: str, embedding: bool) -> Iterator[Entry]:
     slot = "." + mark if mark else ""
     out, inside = axes
-    if embedding:  # PEFT has an embedding's factors the other way round
+    if embedding:  # PEFT exchanges the roles of an embedding's factors
         yield _row(entry, f"{base}.lora_embedding_A{slot}", f"embed#A{_tail(mark)}: {RANK}, {out}")
         yield _row(entry, f"{base}.lora_embedding_B{slot}", f"embed#B{_tail(mark)}: {inside}, {RANK}")
         return
@@ -199,7 +199,7 @@ _PART_NAMES = {
 
 
 def _parts(dialect: Dialect, mark: str) -> Iterator[Entry]:
-    """Rows of factors on parts of a projection that the model has in one: trained where they are apart."""
+    """Yield the rows of factors on parts of a joined projection, for adapters that were trained on separate parts."""
     taken = {entry.name for entry in dialect.entries}
     for entry in dialect.entries:
         lay = entry.layout
@@ -225,7 +225,7 @@ def _tail(mark: str) -> str:
 
 
 def _by_rows(axis: str, pieces: tuple[str, ...], kind: str, behind: str = "") -> str:
-    """The layout of what has the projection's rows: B, and vectors."""
+    """Return the layout of a tensor that has the projection's rows: B, and vectors."""
     rest = f", {behind}" if behind else ""
     if len(pieces) == 1 and "(" not in axis:
         return f"{pieces[0]}#{kind}: {axis}{rest}"

@@ -1,4 +1,4 @@
-"""What a port says of its linear-attention layers, as the options of the layer that computes them."""
+"""The options of a linear-attention layer, from what a port records about it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["mixer_settings"]
 
 
 def mixer_settings(mixer: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Settings of a layer by the names of its options, those among them that its kind does not take.
+    """Return the options of a layer by name, including options that its kind of layer does not take.
 
     Args:
-        mixer: what a port's portable_gdn.json says of the mixer.
-        shapes: of the leaves of one layer, by their paths below it; they say which projections there are.
+        mixer: The entry "mixer" of the port's portable_gdn.json.
+        shapes: The shapes of one layer's leaves by their paths below the layer; they show which projections it has.
     """
     names = ("num_heads", "num_value_heads", "key_dim", "value_dim", "gate", "norm_eps", "beta_scale")
     conv = shapes.get("q_conv1d.kernel")

@@ -1,9 +1,8 @@
-"""Orbax checkpoints, written and read as files: every leaf a zarr3 array, the tree in JSON beside them.
+"""Write and read Orbax checkpoints as plain files: each leaf is a zarr3 array, and JSON files describe the tree.
 
-A leaf is one file of a zarr3 array with a sharding codec: its elements in order, uncompressed, then an index of parts.
-So a leaf of any size is streamed, can be mapped into memory, and is read by Orbax in parts, as a device's sharding asks
-for them.
-What Orbax itself writes differs in that it keeps arrays in a database (OCDBT) unless told otherwise; it reads both.
+A leaf is one file: a zarr3 array with a sharding codec, whose elements are stored in order and uncompressed, followed
+by an index of its parts. A leaf of any size can thus be streamed and memory-mapped, and Orbax can read the parts that a
+device needs. By default, Orbax itself stores arrays in a database (OCDBT) instead; it reads both forms.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from .table import Spec
 
 __all__ = ["Leaves", "leaf", "metadata"]
 
-_PART = 64 * 2**20  # bytes of a part, about: what a reader must read at once
+_PART = 64 * 2**20  # the approximate size of a part in bytes; a reader must read at least one part
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _HANDLER_V1 = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 
 
 def _rows(spec: Spec) -> int:
-    """Rows of the first axis that a part has: a divisor, since zarr's parts are all alike."""
+    """Return the number of rows in a part; it divides the first axis, because all parts of a zarr array are equal."""
     rows, size = spec.shape[0], prod(spec.shape) * itemsize(spec.dtype)
     most = max(1, rows * _PART // max(size, 1))
     return next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
 
 
 def leaf(output: Output, root: str) -> Shard:
-    """The file of a leaf, under ``root`` in the checkpoint."""
+    """Return the file of a leaf, under ``root`` in the checkpoint."""
     spec = output.spec
     parts = spec.shape[0] // _rows(spec) if spec.shape else 1
     each = output.nbytes // parts
@@ -48,7 +47,7 @@ def leaf(output: Output, root: str) -> Shard:
 
 
 def _array(spec: Spec) -> str:
-    """zarr.json of a leaf."""
+    """Return the contents of a leaf's zarr.json."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     shape = list(spec.shape)
     codec = {
@@ -76,9 +75,13 @@ def _array(spec: Spec) -> str:
 
 
 def metadata(outputs: Sequence[Output], root: str, empty: Sequence[str] = ()) -> dict[str, str]:
-    """Every other file of the checkpoint, by path: each leaf's zarr.json, the tree, and the marks of a finished save.
+    """Return all other files of the checkpoint by path: each leaf's zarr.json, the tree, and the marks of a finished
+    save.
 
-    ``empty`` are nodes of the tree that hold nothing. A root without a step ("state") is the new API's form.
+    Args:
+        outputs: The leaves.
+        root: The folder of the tree in the checkpoint. One without a step ("state") has the form of Orbax's new API.
+        empty: Paths of nodes of the tree that have no leaves.
     """
     files = {f"{root}/{output.name}/zarr.json": _array(output.spec) for output in outputs}
     tree = {}
@@ -116,16 +119,16 @@ def metadata(outputs: Sequence[Output], root: str, empty: Sequence[str] = ()) ->
 
 
 class Leaves(Checkpoint):
-    """The leaves of such a checkpoint, as ``Checkpoint`` has tensors; the side files of a port beside them.
+    """The leaves of such a checkpoint and the port's side files, with the interface of ``Checkpoint``.
 
-    Only arrays of the form that ``leaf`` writes are read: what Orbax itself saved must first be loaded by Orbax.
+    Only arrays in the form that ``leaf`` writes are read. Arrays that Orbax saved must be loaded by Orbax.
     """
 
     def __init__(self, folder: Path, root: str, side: list[str], specs: Mapping[str, Spec]) -> None:
-        """Open the leaves of these names, dtypes and shapes.
+        """Open the leaves with these names, dtypes and shapes.
 
         Raises:
-            GdnError: a leaf is not there or of another form, dtype or shape.
+            GdnError: A leaf is missing, or has another form, dtype or shape.
         """
         where: dict[str, tuple[str, Tensor]] = {}
         files: dict[str, Path] = {}

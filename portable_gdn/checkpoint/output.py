@@ -1,4 +1,4 @@
-"""Tensors to write: the pieces of the source that each is made of, cut into slabs, and the files that hold them."""
+"""Tensors to write: the pieces of the source that each is made of, its division into slabs, and the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Move", "Output", "Part", "Shard", "shards"]
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of an output: where it comes from, and the segment and indices of the output it goes to."""
+    """One piece of an output: where it comes from, and the segment and indices of the output where it goes."""
 
     place: Place
     segment: int
@@ -27,9 +27,11 @@ class Part:
 
 
 class Move(NamedTuple):
-    """Elements of a source's tensor, axes in the output's order, and where they go to.
+    """Elements of a source's tensor, with axes in the output's order, and their destination.
 
-    at: bytes of the tensor before the first of them. segment, along: of the output's layout.
+    Attributes:
+        at: The number of bytes in the source's tensor before the first of these elements.
+        segment, along: The segment of the output's layout, and the indices within it.
     """
 
     name: str
@@ -41,8 +43,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write. ``made`` None copies the source's tensor ``copied`` names; no parts at all are zeros, unless
-    ``computed`` gives the elements, from ``made_of``."""
+    """A tensor to write.
+
+    If ``made`` is None, it is a copy of the source's tensor that ``copied`` names. Without parts it is all zeros,
+    unless ``computed`` returns the elements; ``made_of`` names the tensors that are then used.
+    """
 
     name: str
     spec: Spec
@@ -55,12 +60,12 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """The number of bytes of its data."""
         return prod(self.spec.shape) * itemsize(self.spec.dtype)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the source's tensors that go into it."""
+        """The names of the source's tensors that it is made of."""
         if self.copied is not None:
             return (self.copied,)
         if self.made_of:
@@ -69,7 +74,7 @@ class Output:
 
     @property
     def verbatim(self) -> str | None:
-        """The source's tensor whose very bytes these are, where that can be seen at once."""
+        """The source's tensor that has the same bytes, if this can be known without reading it; else None."""
         if self.copied is not None:
             return self.copied
         if len(self.parts) == 1 and self.made is not None and not self.cast:
@@ -81,9 +86,10 @@ class Output:
         return None
 
     def slabs(self, most: int) -> list[tuple[int, int]]:
-        """Ranges whose bytes are at most ``most``, where the tensor can be cut; else one range (0, -1).
+        """Return ranges of at most ``most`` bytes each, or the single range (0, -1) if the tensor cannot be cut.
 
-        They are of the leading dim, or of bytes where they are a source's very bytes.
+        The ranges count positions along the leading dim, or bytes if the output has the same bytes as a source's
+        tensor.
         """
         if self.nbytes <= most:
             return [(0, -1)]
@@ -99,7 +105,7 @@ class Output:
 
     @property
     def leading(self) -> str | None:
-        """The dim or index along which it can be written in slabs."""
+        """The dim or index along which it can be written in slabs, or None."""
         return self.made.entry.layout.leading if self.made is not None and self.parts else None
 
     def _sizes(self) -> Mapping[str, int]:
@@ -107,7 +113,7 @@ class Output:
         return self.made.sizes
 
     def moves(self, slab: tuple[int, int], source: Callable[[str], np.ndarray]) -> list[Move]:
-        """What a slab is made of; ``source`` gives tensors by name, of which nothing is looked at yet."""
+        """Return the moves that fill a slab; ``source`` returns a tensor by its name, and no elements are read yet."""
         low, high = slab
         if self.verbatim is not None:
             flat = source(self.verbatim).reshape(-1).view(np.uint8)
@@ -136,7 +142,7 @@ class Output:
         return found
 
     def fill(self, slab: tuple[int, int], moves: Iterable[Move], buffer: np.ndarray | None = None) -> np.ndarray:
-        """The elements of one slab, contiguous, in ``buffer`` if it is large enough."""
+        """Return the elements of one slab, contiguous, in ``buffer`` if it is large enough."""
         dtype = dtype_of(self.spec.dtype)
         if self.verbatim is not None:
             (move,) = moves
@@ -154,13 +160,13 @@ class Output:
         size = prod(shape) * dtype.itemsize
         room = buffer is not None and buffer.nbytes >= size
         out = buffer[:size].view(dtype).reshape(shape) if room else np.empty(shape, dtype)  # type: ignore[index]
-        with np.errstate(over="ignore", invalid="ignore"):  # ``overflowed`` counts them
+        with np.errstate(over="ignore", invalid="ignore"):  # ``overflowed`` counts these
             for move in moves:
                 copy(lay.view(out, sizes, move.segment, move.along), move.elements)
         return out
 
     def overflowed(self, filled: np.ndarray, moves: Iterable[Move]) -> int:
-        """How many elements of a slab are not finite though the source's are: the cast made them so."""
+        """Return how many elements of a slab the cast made infinite or NaN."""
         if not self.cast:
             return 0
         bad = filled.size - int(np.count_nonzero(np.isfinite(filled)))
@@ -171,7 +177,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to write: its path in the folder, what stands before and behind the tensors, and these in order."""
+    """A file to write: its path in the folder, the bytes before and after the tensors, and the tensors in order."""
 
     name: str
     header: bytes
@@ -180,12 +186,12 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """The number of bytes of the whole file."""
         return len(self.header) + sum(o.nbytes for o in self.outputs) + len(self.trailer)
 
 
 def shards(outputs: Sequence[Output], stem: str, most: int) -> list[Shard]:
-    """Distribute tensors over files of at most ``most`` bytes (a larger tensor has one for itself)."""
+    """Distribute tensors over files of at most ``most`` bytes; a larger tensor gets a file of its own."""
     groups: list[list[Output]] = []
     size = 0
     for output in outputs:

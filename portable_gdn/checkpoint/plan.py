@@ -1,5 +1,6 @@
-"""What a port will write, worked out from headers alone, and complete: every tensor of the source has its place or an
-error. ``back`` has the other direction.
+"""Plan a port from headers alone. A plan is complete: every tensor of the source has its place, or the plan is refused.
+
+``back`` has the plan of the opposite direction.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Plan", "Skipped", "check_shared", "plan_port"]
 
 @dataclass(frozen=True)
 class Skipped:
-    """Source tensors that a named rule keeps out of the target's tree; they wait in the side file."""
+    """Source tensors that a named rule keeps out of the target's tree; they are stored in the side file."""
 
     rule: str
     names: tuple[str, ...]
@@ -52,27 +53,28 @@ class Plan:
     side: list[Output]
     skipped: list[Skipped]
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    dequantised: dict[str, str] = field(default_factory=dict)  # weight: its scales
+    dequantised: dict[str, str] = field(default_factory=dict)  # from a weight to its scales
     settings: dict[str, Any] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)  # of an adapter, by the name of a projection's first factor
-    scalings: dict[str, float | None] = field(default_factory=dict)  # the same; None where nothing says it
+    ranks: dict[str, int] = field(default_factory=dict)  # of an adapter, by the name of the projection's first factor
+    # by the same names; None if the source does not give the scaling
+    scalings: dict[str, float | None] = field(default_factory=dict)
     beside: list[Beside] = field(default_factory=list)
-    left: tuple[str, ...] = ()  # sentences on what of the source's folder is not carried
+    left: tuple[str, ...] = ()  # sentences about files of the source's folder that are not copied
 
     @property
     def foreign(self) -> bool:
-        """Whether it is layers of another family, or without their model: then they have a config.json of their own."""
+        """Whether the layers become those of another family, or are outside a model, and so need their own config.json."""
         family = self.settings.get("family")
         return family is not None and (family != self.read.family.name or self.read.bare) and not self.read.adapter
 
     @property
     def own_adapter_config(self) -> bool:
-        """Whether it is an adapter on another family's layers, whose configuration names other modules."""
+        """Whether it is an adapter for another family's layers, whose configuration must name other modules."""
         return self.read.lora is not None and bool(self.read.lora.config) and "family" in self.settings
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what was done that nobody asked for."""
+        """Sentences about what is done without having been requested."""
         return (*self.read.notes, *self._alone, *(file.note for file in self.beside if file.note), *self.left)
 
     @property
@@ -87,11 +89,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data to write."""
+        """The number of bytes of data to write."""
         return sum(o.nbytes for o in (*self.outputs, *self.side))
 
     def fingerprint(self) -> str:
-        """What must be unchanged for half a port to be continued."""
+        """A hash of everything that must be unchanged when an interrupted port is continued."""
         source = self.read.checkpoint
         facts: list[Any] = [self.target, self.read.family.name, isinstance(source, Dequantising)]
         for name, path in source.files.items():
@@ -103,16 +105,16 @@ class Plan:
 
 
 def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | None = None) -> Plan:
-    """What ``--to`` a target will write.
+    """Plan what ``--to`` a target will write.
 
     Args:
-        source: what ``read`` found.
-        to: a target's name.
-        dtype: what weights are cast to ("bfloat16", "float32", "float16"), or None: nothing is cast.
-        layout: of MaxText's layers.
+        source: What ``read`` returned.
+        to: The name of a target.
+        dtype: The dtype to which weights are cast ("bfloat16", "float32", "float16"), or None to cast nothing.
+        layout: The layout of MaxText's layers.
 
     Raises:
-        GdnError: the target cannot hold the model.
+        GdnError: The target cannot hold the model.
     """
     if dtype is not None and dtype not in FLOATS:
         raise bad("--dtype", repr(dtype), f"be one of {', '.join(FLOATS)}")
@@ -187,7 +189,7 @@ def plan_port(source: Read, to: str, dtype: str | None = None, layout: str | Non
 
 
 def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
-    """The target's dialect, which pieces it wants (None: all), and settings that the way back must know."""
+    """Return the target's dialect, which pieces it wants (None: all), and settings that the way back needs."""
     if source.adapter:
         return _adapter_target(source, to)
     if how is not None and to != "maxtext":
@@ -210,7 +212,7 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
 
 
 def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
-    """Where an adapter goes: into our tree, or onto another family's layers. ``_target`` is for whole models."""
+    """Do for an adapter what ``_target`` does for a whole model; it goes into our tree or onto another family's layers."""
     slots = source.lora.slots if source.lora is not None else Slots()
     if to in TREES:
         return with_factors(jax_dialect(source.family), slots), None, {"lora": True}
@@ -224,7 +226,7 @@ def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], boo
 def _settle_adapter(
     plan: Plan, adapter: Adapter, joined: Joined, made: Mapping[str, Made], places: Mapping[Key, Place]
 ) -> None:
-    """What is known of an adapter's projections in the target: their ranks and scalings, by the names of their A."""
+    """Record the ranks and scalings of an adapter's projections in the target, by the names of their A."""
     plan.outputs += joined.outputs
     plan.casts.update(joined.casts)
     ranks, scalings = dict(joined.ranks), dict(joined.scalings)
@@ -274,7 +276,7 @@ def _output(
 
 
 def _aside(name: str, checkpoint: Checkpoint, inventory: Mapping[str, Spec]) -> Output:
-    """A tensor that is carried over as it is, or, where it is dequantised, in bfloat16."""
+    """Return the output for a tensor that is carried over unchanged, or in bfloat16 if it is dequantised."""
     if isinstance(checkpoint, Dequantising) and name in checkpoint.quantised:
         spec = Spec("F32" if checkpoint.wide else "BF16", inventory[name].shape)
         return Output(name, spec, computed=lambda: checkpoint.array(name), made_of=(name,))
@@ -282,10 +284,10 @@ def _aside(name: str, checkpoint: Checkpoint, inventory: Mapping[str, Spec]) -> 
 
 
 def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoint: Checkpoint) -> None:
-    """Pieces that become one tensor must be the same.
+    """Check that pieces that become one tensor are equal.
 
     Raises:
-        GdnError: they are not.
+        GdnError: They are not.
     """
     for tensor in tensors:
         if tensor.entry.layout.shared:
@@ -299,10 +301,10 @@ def check_shared(tensors: Iterable[Made], places: Mapping[Key, Place], checkpoin
 
 
 def _check_target(plan: Plan) -> None:
-    """Layers of another family must be whole ones of that family, too.
+    """Check that layers of another family are complete by that family's rules, too.
 
     Raises:
-        GdnError: the source has no piece for something that they must have.
+        GdnError: The source has no piece for something that they require.
     """
     source, family = plan.read, family_named(plan.settings["family"])
     if family is None or source.mixer is None:
@@ -321,7 +323,7 @@ def _check_target(plan: Plan) -> None:
 
 
 def _zeros(dialect: Dialect, made: Mapping[str, Made], places: Mapping[Key, Place]) -> list[Output]:
-    """Tensors that the dialect has and the source lacks, where zeros mean the same."""
+    """Return tensors that the dialect has and the source lacks, where zeros have the same effect."""
     found = []
     layers = sorted({key.layer for key in places if key.piece in MIXER_PIECES})
     for entry in dialect.entries:

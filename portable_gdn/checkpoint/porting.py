@@ -101,10 +101,10 @@ def plan_of(
 
 
 def _no_port(source: Path) -> None:
-    """A port in a tree of parameters is no checkpoint that could be ported again.
+    """Refuse a source that is itself a port in a tree of parameters, which cannot be ported again.
 
     Raises:
-        GdnError: it is one.
+        GdnError: It is one.
     """
     if source.is_dir() and provenance.is_port(source):
         facts = provenance.load(source)
@@ -221,7 +221,7 @@ def _config(plan: Plan) -> dict[str, Any]:
 
 
 def _adapter_config(plan: Plan) -> dict[str, Any]:
-    """The adapter's configuration for the target's modules."""
+    """Return the adapter's configuration for the target's modules."""
     assert plan.read.lora is not None
     own = {name: name.removeprefix(PREFIX).partition(".lora_A")[0] for name in plan.ranks}
     ranks = {own[name]: rank for name, rank in plan.ranks.items()}
@@ -237,10 +237,12 @@ def _index(current: Session, files: list[Shard]) -> None:
 
 
 def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.ndarray] | None:
-    """Tensors by name with their block scales applied, where the plan says so; what is not finite then is counted.
+    """Return a function that gives tensors by name with their block scales applied, if the plan needs one.
+
+    The function counts elements that become non-finite.
 
     Raises:
-        GdnError: a scale is zero or negative, where the weights that it belongs to are not zero.
+        GdnError: A scale is zero or negative although the weights to which it belongs are not zero.
     """
     if isinstance(plan.read.checkpoint, Dequantising):
         return plan.read.checkpoint.array
@@ -253,7 +255,7 @@ def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.nd
         if name not in plan.dequantised:
             return source.array(name)
         if name not in last:
-            last.clear()  # one at a time: its pieces are asked for one after the other
+            last.clear()  # only one is kept, because the pieces of a tensor are requested one after the other
             weight, scale = source.array(name), source.array(plan.dequantised[name])
             last[name] = dequantise(weight, scale, block or 1)
             count = count_unfinite(last[name], weight)
@@ -271,18 +273,18 @@ def _dequantising(plan: Plan, overflow: dict[str, int]) -> Callable[[str], np.nd
 
 
 def count_unfinite(made: np.ndarray, source: np.ndarray) -> int:
-    """How many elements are not finite, beyond those of the source."""
+    """Return how many elements are not finite, beyond those of the source."""
     bad = made.size - int(np.count_nonzero(np.isfinite(made)))
     return bad - (source.size - int(np.count_nonzero(np.isfinite(source.astype(np.float32))))) if bad else 0
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
-    """A weight [..., out, in] times the scale of each block x block elements, in float32."""
+    """Return a weight [..., out, in] times the scale of each block of ``block`` x ``block`` elements, in float32."""
     out = weight.astype(np.float32)
     for row in range(scale.shape[-2]):
         rows = slice(row * block, (row + 1) * block)
         factor = np.repeat(scale[..., row, :].astype(np.float32), block, axis=-1)[..., None, : out.shape[-1]]
-        with np.errstate(over="ignore", invalid="ignore"):  # who calls counts what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller counts non-finite elements
             out[..., rows, :] *= factor
     return out
 
@@ -363,10 +365,10 @@ def back(
 
 
 def _joined_as_written(record: Record, whole: Checkpoint, before: dict[str, Any]) -> None:
-    """Factors that were joined cannot be taken apart once they were trained.
+    """Check that joined factors are unchanged, because trained ones cannot be taken apart.
 
     Raises:
-        GdnError: they were.
+        GdnError: They were changed.
     """
     for name in record.settings.get("joined", ()):
         if checksum(whole.chunks(name)) != before.get(name):
@@ -377,10 +379,10 @@ def _joined_as_written(record: Record, whole: Checkpoint, before: dict[str, Any]
 
 
 def _not_dequantised(folder: Path, facts: dict[str, Any]) -> None:
-    """What was dequantised holds other numbers than its source, and no way leads back.
+    """Check that a port was not dequantised, because its source's numbers cannot be restored.
 
     Raises:
-        GdnError: it was.
+        GdnError: It was.
     """
     few = facts.get("quantised") or {}
     if few:
@@ -394,14 +396,14 @@ def _not_dequantised(folder: Path, facts: dict[str, Any]) -> None:
 def digests_back(
     folder: Path, progress: Progress = _quiet
 ) -> tuple[dict[str, str], dict[str, str], set[str], set[str]]:
-    """What the way back would give, without writing it.
+    """Compute what the way back would write, without writing it.
 
     Returns:
-        SHA-256 of every tensor when it was ported; of every tensor now; the names of those that were cast because it
-        was asked for; the names of those whose dtype is another in the port and should not be.
+        The SHA-256 of every tensor when it was ported; the SHA-256 of every tensor now; the names of tensors that were
+        cast on request; the names of tensors whose dtype in the port is not the one that it should be.
 
     Raises:
-        GdnError: as ``back``.
+        GdnError: A reason given in ``back``.
     """
     record, facts = provenance.read_record(folder)
     _not_dequantised(folder, facts)

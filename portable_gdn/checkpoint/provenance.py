@@ -1,7 +1,7 @@
-"""The JSON beside a port: where it comes from, what became of what, and everything the way back needs.
+"""The record that a port keeps: where it comes from, where each tensor went, and everything the way back needs.
 
-``portable_gdn.json`` has the names and hashes; the headers of the source's files, byte for byte, lie in ``source/``
-beside it, so that the way back writes the very files.
+``portable_gdn.json`` has the names and hashes. The headers of the source's files are stored unchanged in ``source/``,
+so that the way back can write identical files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VERSION = 1
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Configuration, tokenizer and licence beside the weights; never programs, never weights, never an index."""
+    """Return configuration, tokenizer and licence files; never programs, weights or an index."""
     return [path for path in sorted(folder.iterdir()) if small(path)]
 
 
@@ -53,7 +53,7 @@ def write(
     side: list[str],
     beside: dict[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """The JSON, and the files under ``source/`` by name; ``beside`` has the SHA-256 of files carried as they are."""
+    """Return the JSON, and the files under ``source/`` by name; ``beside`` has the SHA-256 of files copied unchanged."""
     source = plan.read
     family = source.family
     from .. import __version__
@@ -111,10 +111,10 @@ def is_port(folder: Path) -> bool:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The JSON of a port.
+    """Return the JSON of a port.
 
     Raises:
-        GdnError: it is not there or not one.
+        GdnError: There is none, or it is not that of a port.
     """
     if not is_port(folder):
         raise bad(str(folder), "a folder without " + FILE, "be what `portable-gdn port` wrote")
@@ -127,7 +127,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def source_config(folder: Path) -> dict[str, Any]:
-    """The configuration that a port's source had, empty if it had none."""
+    """Return the configuration of a port's source, empty if it had none."""
     for path in (folder / SOURCE / "config.json", folder / "config.json"):
         if path.is_file():
             return read_json(path)
@@ -135,10 +135,10 @@ def source_config(folder: Path) -> dict[str, Any]:
 
 
 def open_port(folder: Path, facts: dict[str, Any], side: bool = True) -> Checkpoint:
-    """The tensors of a port, whatever files they are in.
+    """Open the tensors of a port, whatever files hold them.
 
     Raises:
-        GdnError: it is not whole, or its files cannot be trusted.
+        GdnError: The port is not complete, or its files are not consistent.
     """
     root, beside = ROOTS.get(facts["target"]), facts["side_files"] if side else []
     for name in (*facts["files"], *beside):
@@ -153,12 +153,12 @@ def open_port(folder: Path, facts: dict[str, Any], side: bool = True) -> Checkpo
 
 
 def files_beside(folder: Path, facts: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
-    """The files that a port carried as they are, by their names in the source: where each is, and its SHA-256.
+    """Return the files that a port copied unchanged, by their names in the source: the path and SHA-256 of each.
 
-    None is a port of a version that did not write them down.
+    None means that an older version made the port and did not record them.
 
     Raises:
-        GdnError: one is not there, or outside the folder.
+        GdnError: A file is missing, or outside the folder.
     """
     listed = facts["source"].get("beside")
     if listed is None:
@@ -178,10 +178,10 @@ def files_beside(folder: Path, facts: dict[str, Any]) -> dict[str, tuple[Path, s
 
 
 def read_record(folder: Path) -> tuple[Record, dict[str, Any]]:
-    """What the way back needs, checked, and the whole JSON.
+    """Return what the way back needs, after checking it, and the whole JSON.
 
     Raises:
-        GdnError: it is not whole, or names files outside its folder.
+        GdnError: It is not complete, or names files outside its folder.
     """
     facts = load(folder)
     headers = {}

@@ -1,4 +1,4 @@
-"""Sources whose weights were quantised by a program that is not read here: they are refused by its name."""
+"""Recognise weights in quantised formats that cannot be read, and refuse them with the name of the program."""
 
 from __future__ import annotations
 
@@ -63,13 +63,16 @@ _DEQUANTISES = re.compile(r"nvfp4|mxfp4-pack|float-quantized|\bfp8", re.IGNORECA
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of how weights were quantised."""
+    """Return what config.json says about the quantisation of the weights."""
     found = text_config(config).get("quantization_config") or config.get("quantization_config")
     return found if isinstance(found, Mapping) else {}
 
 
 def quantiser(config: Mapping[str, Any], unread: Collection[str]) -> str | None:
-    """Who quantised a checkpoint, by config.json, else by tensors that no table describes; None if nobody did."""
+    """Return the program that quantised a checkpoint, or None if it is not quantised.
+
+    The answer comes from config.json, or else from tensors that no table describes.
+    """
     found = quantisation(config)
     method = found.get("quant_method") or found.get("quant_algo")
     named = next((title for mark, title in _BY_NAME if any(re.fullmatch(mark, name) for name in unread)), None)
@@ -84,19 +87,19 @@ def quantiser(config: Mapping[str, Any], unread: Collection[str]) -> str | None:
 def refuse_quantised(
     folder: Path, config: Mapping[str, Any], inventory: Mapping[str, Spec], unread: Collection[str], can: bool = False
 ) -> None:
-    """Refuse weights that another program quantised, by its name.
+    """Refuse weights that another program quantised, and name the program.
 
-    Weights in float8 with block scales (``weight_scale_inv``) are read and are no concern of this.
+    Weights in float8 with block scales (``weight_scale_inv``) are supported and not refused.
 
     Args:
-        folder: where they are.
-        config: of config.json.
-        inventory: what is there.
-        unread: the names that no table describes.
-        can: whether ``--dequantise`` can turn them into bfloat16.
+        folder: The folder that holds them.
+        config: The contents of config.json.
+        inventory: The tensors of the checkpoint.
+        unread: The names that no table describes.
+        can: Whether ``--dequantise`` can turn them into bfloat16.
 
     Raises:
-        GdnError: they were.
+        GdnError: The weights are quantised.
     """
     marks = {name for name in unread if any(re.fullmatch(mark, name) for mark, _ in _BY_NAME)}
     packed = [name for name, spec in inventory.items() if spec.dtype in ("I8", "U8", "I32", "U32") or name in marks]

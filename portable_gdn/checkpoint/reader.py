@@ -1,7 +1,7 @@
-"""A checkpoint on disk: its files, every tensor's place, and tensors as arrays over mapped memory.
+"""A checkpoint on disk: its files, the place of every tensor, and tensors as memory-mapped arrays.
 
-Only safetensors files are read: no pickle, nothing that could run. Headers are checked (``header``), and an index may
-only name files of its own folder, which must hold what it says they hold.
+Only safetensors files are read: no pickles, and nothing that could execute code. Headers are checked (``header``). An
+index may only name files in its own folder, and these must hold the tensors that it lists for them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["INDEX_SUFFIX", "Checkpoint", "Regrouped", "read_json"]
 INDEX_SUFFIX = ".safetensors.index.json"
 _ADAPTER = re.compile(r"adapter_model(-.*)?\.safetensors")
 _ONE_OF = re.compile(r"(?P<stem>.+)-(?P<n>\d+)-of-(?P<of>\d+)\.safetensors")
-_MOST_FILES = 100_000  # that a shard's name may claim
-_SMALL = 64 * 2**20  # bytes of a JSON file; an index of 76 thousand tensors has 8 MB
-_MAPS = 256  # files that are mapped at a time; each takes a handle
+_MOST_FILES = 100_000  # the largest count that a shard's name may state
+_SMALL = 64 * 2**20  # the largest size of a JSON file in bytes; the index of 76 thousand tensors has 8 MB
+_MAPS = 256  # the most files mapped at a time, because each needs a file handle
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        GdnError: it cannot be read, is too large, or is no JSON object.
+        GdnError: The file cannot be read, is too large, or does not hold a JSON object.
     """
     try:
         if path.stat().st_size > _SMALL:
             raise bad(str(path), f"{path.stat().st_size} bytes", f"have at most {_SMALL}")
-        found = json.loads(path.read_text(encoding="utf-8-sig"))  # a byte-order mark is no part of it
+        found = json.loads(path.read_text(encoding="utf-8-sig"))  # skips a byte-order mark
     except OSError as error:
         raise GdnError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError):
@@ -57,9 +57,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """A tensor that is not what the files have under its name: rows of several stored ones, one after the other.
+    """A tensor that differs from what the files hold under its name: some rows of several stored tensors, concatenated.
 
-    parts: these, in order. begin: its first row among theirs. rows: how many it has.
+    Attributes:
+        parts: The names of the stored tensors, in order.
+        begin: The first row, counted over all parts.
+        rows: The number of rows.
     """
 
     parts: tuple[str, ...]
@@ -68,21 +71,27 @@ class Regrouped:
 
 
 class Checkpoint:
-    """The safetensors files of a folder (or one file), opened by their headers alone.
+    """The safetensors files of a folder (or a single file); opening reads only their headers.
 
-    path: what was opened. files: their paths by name. headers: by the same names. where: file and place of each tensor.
-    config: of config.json beside them, empty if there is none. index: the index file's name, or None. hint: what may be
-    wrong with what was opened, to be said where something is. regrouped: tensors that are cut otherwise in the files.
+    Attributes:
+        path: The path that was opened.
+        files: The paths of the files by name.
+        headers: The headers of the files by name.
+        where: The file and position of each tensor.
+        config: The contents of config.json in the same folder, empty if there is none.
+        index: The name of the index file, or None.
+        hint: A suspicion about what was opened, which messages about other errors add.
+        regrouped: The tensors that are cut differently in the files.
     """
 
     hint = ""
     regrouped: Mapping[str, Regrouped] = MappingProxyType({})
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
-        """Open ``path``; ``names`` are the files to take, if not all that belong together.
+        """Open ``path``; ``names`` limits it to these files (by default, all that belong together).
 
         Raises:
-            GdnError: there is no checkpoint, or its headers or index cannot be trusted.
+            GdnError: There is no checkpoint, or its headers or index are not consistent.
         """
         self.path = path
         self.folder = path if path.is_dir() else path.parent
@@ -113,7 +122,7 @@ class Checkpoint:
         self._asked: set[str] = set()
 
     def _find(self) -> tuple[list[str], Mapping[str, str] | None]:
-        """Names of the files that make up the folder's checkpoint, and what its index says."""
+        """Return the names of the files that make up the folder's checkpoint, and the contents of its index."""
         found = sorted(p.name for p in self.folder.glob("*.safetensors"))
         indices = sorted(p.name for p in self.folder.glob("*" + INDEX_SUFFIX))
         if not found:
@@ -182,29 +191,29 @@ class Checkpoint:
 
     @property
     def inventory(self) -> dict[str, Spec]:
-        """What is there, in the order of files and of data in them."""
+        """All tensors, in the order of the files and of the data in them."""
         found = {name: Spec(tensor.dtype, tensor.shape) for name, (_, tensor) in self.where.items()}
         for name, group in self.regrouped.items():
             found[name] = Spec(found[name].dtype, (group.rows, *found[name].shape[1:]))
         return found
 
     def regroup(self, found: Mapping[str, Regrouped]) -> None:
-        """Take these tensors to be cut so from now on; names, and the files, stay."""
+        """Treat these tensors as cut in this way from now on; the names and the files do not change."""
         self.regrouped = {**self.regrouped, **found}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data of all tensors."""
+        """The number of bytes of data of all tensors."""
         return sum(tensor.nbytes for _, tensor in self.where.values())
 
     def stored(self, name: str) -> tuple[str, ...]:
-        """The tensors of the files that a tensor of the inventory is made of: itself, but for regrouped ones."""
+        """Return the stored tensors from which a tensor of the inventory is made: itself, unless it is regrouped."""
         return self.regrouped[name].parts if name in self.regrouped else (name,)
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor as a read-only array over mapped memory; nothing is read until it is looked at.
+        """Return a tensor as a read-only, memory-mapped array; nothing is read until elements are used.
 
-        A regrouped one is a copy.
+        A regrouped tensor is a copy.
         """
         group = self.regrouped.get(name)
         if group is None:
@@ -215,7 +224,7 @@ class Checkpoint:
         file, tensor = self.where[name]
         if file not in self._maps:
             if len(self._maps) >= _MAPS:
-                del self._maps[next(iter(self._maps))]  # arrays over it keep it
+                del self._maps[next(iter(self._maps))]  # arrays that use the mapping keep it alive
             with self.files[file].open("rb") as handle:
                 mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[file] = (mapped, np.frombuffer(mapped, np.uint8))
@@ -231,14 +240,16 @@ class Checkpoint:
                 os.posix_fadvise(handle.fileno(), tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
-        """Let the pages that were looked at go from this process; the system keeps them as long as it likes."""
+        """Release the mapped pages that this process has read; the system may keep them in its cache."""
         for mapped, _ in self._maps.values():
             if hasattr(mapped, "madvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """A tensor's bytes in order, not through mapped memory. A piece is valid until the one after the next is
-        read."""
+        """Yield a tensor's bytes in order, without memory mapping.
+
+        A piece is valid until the piece after the next is read.
+        """
         file, tensor = self.where[name]
         left = tensor.nbytes
         for piece in pieces(self.files[file], tensor.begin, tensor.end):
@@ -249,12 +260,12 @@ class Checkpoint:
 
 
 def _some(names: list[str]) -> str:
-    """The first few names, and how many more."""
+    """Return the first few names, and how many more there are."""
     return ", ".join(name[:80] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _lacking(names: list[str]) -> list[str]:
-    """Files that are not among these, though their names say "-00001-of-00003" and so that they must be."""
+    """Return missing files that the names of the others ("-00001-of-00003") imply."""
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         found = _ONE_OF.fullmatch(name)
@@ -269,7 +280,7 @@ def _lacking(names: list[str]) -> list[str]:
 
 
 def _one_model(folder: Path, found: list[str]) -> None:
-    """An adapter beside a model: whether it was merged into it cannot be seen, so which is meant must be said."""
+    """Refuse an adapter next to a model: it is not known whether it was merged, so the user must say what is meant."""
     adapters = [name for name in found if _ADAPTER.fullmatch(name)]
     if adapters and len(adapters) < len(found):
         models = [name for name in found if name not in adapters]

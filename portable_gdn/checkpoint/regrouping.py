@@ -1,9 +1,9 @@
-"""Convolutions that transformers saved in equal chunks instead of at the heads' widths.
+"""Handle convolutions that transformers saved in equal chunks instead of at the heads' widths.
 
-transformers holds OLMo-Hybrid's three convolutions as one, and its ``save_pretrained`` (5.24) cuts that with
-``torch.chunk``: 43, 43 and 42 rows where queries, keys and values have 32, 32 and 64. Nothing is lost: one after the
-other the three are what they were. So they are joined and cut at the heads' widths on the way in, and in chunks again
-on the way back.
+transformers keeps OLMo-Hybrid's three convolutions as one tensor, and its ``save_pretrained`` (5.24) cuts that with
+``torch.chunk``: for example into 43, 43 and 42 rows, where queries, keys and values have 32, 32 and 64. Concatenated,
+the three chunks are the original tensor. So a port joins them and cuts them at the heads' widths, and the way back cuts
+them into chunks again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ __all__ = ["chunked", "note", "regroup"]
 def chunked(
     family: Family, dialect: Dialect, inventory: Mapping[str, Spec], sizes: Mapping[str, int]
 ) -> dict[str, Regrouped]:
-    """The tensors that hold the pieces of ``family.chunked`` in equal chunks, and what each must hold, by name.
+    """Return the tensors that hold the pieces of ``family.chunked`` in equal chunks, and what each should hold, by
+    name.
 
-    Only those of a layer that has all of them, of one dtype, whose lengths are the very ones of ``torch.chunk`` and
-    not the heads': whatever else has a wrong shape is for ``bind`` to refuse.
+    This applies only to layers that have all of these tensors in one dtype, with exactly the lengths that
+    ``torch.chunk`` gives, where these differ from the heads' widths. ``bind`` refuses all other wrong shapes.
     """
     layers: dict[tuple[int, ...], dict[str, tuple[str, int]]] = {}
     for name in inventory:
@@ -54,7 +55,7 @@ def chunked(
 
 
 def note(regrouped: Mapping[str, Regrouped]) -> str:
-    """A sentence on what was cut anew."""
+    """Return a sentence about the tensors that were regrouped."""
     first = next(iter(regrouped.values()))
     return (
         f"{len(regrouped)} convolutions ({', '.join(first.parts)}, ...) are in equal thirds, as transformers' "
@@ -64,15 +65,15 @@ def note(regrouped: Mapping[str, Regrouped]) -> str:
 
 def regroup(output: Output, spec: Spec, regrouped: Mapping[str, Regrouped], made: Mapping[str, Output],
             port: Checkpoint, lengths: Mapping[str, int]) -> Output:  # fmt: skip
-    """The chunk that a source had under the name of ``output``.
+    """Return the chunk that the source had under the name of ``output``.
 
     Args:
-        output: what would be written under this name, cut at the heads' widths.
-        spec: what the source had under it.
-        regrouped: as ``chunked`` gives it.
-        made: every output that is cut at the heads' widths, by name.
-        port: where they come from.
-        lengths: rows of every chunk.
+        output: The output of this name, cut at the heads' widths.
+        spec: The dtype and shape that the source had under this name.
+        regrouped: What ``chunked`` returned.
+        made: All outputs that are cut at the heads' widths, by name.
+        port: The port that holds them.
+        lengths: The number of rows of every chunk, by name.
     """
     parts = regrouped[output.name].parts
     begin = sum(lengths[name] for name in parts[: parts.index(output.name)])

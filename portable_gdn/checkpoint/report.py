@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what a port makes of it, as data for ``inspect`` and ``--dry-run``."""
+"""Describe what a checkpoint holds and what a port makes of it, as data for ``inspect`` and ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"(?<=[._])\d+(?=\.|$)")
 
 
 def _template(name: str) -> str:
-    """The name with its layer and expert as "*"."""
+    """Return the name with its layer and expert replaced by "*"."""
     return _NUMBER.sub("*", name)
 
 
@@ -30,7 +30,7 @@ def _shape(shapes: Iterable[tuple[int, ...]]) -> str:
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON: the source's tensors by kind with what each becomes, and what goes where."""
+    """Return the plan as JSON: the source's tensors by kind, what each becomes, and the outputs."""
     source = plan.read
     becomes: dict[str, list[str]] = {}
     for output in (*plan.outputs, *plan.side):
@@ -137,7 +137,7 @@ projection out. An ending `_k` or `_2` means another shape of the same parameter
 
 
 def formats() -> str:
-    """Every table's rows of linear-attention layers, as a page of the documentation."""
+    """Return the linear-attention rows of all tables, as a page of the documentation."""
     text = [_INTRODUCTION]
     for family in ALL:
         text += ["", f"## {family.title} (`{family.name}`)", "", *_rows(family.table)]

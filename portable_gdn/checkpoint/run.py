@@ -1,10 +1,10 @@
-"""Write the files of a plan: streamed, hashed, verified, and only then in place.
+"""Write the files of a plan: streamed, hashed and verified before they appear at their place.
 
-Everything is written into "<out>.partial" beside the folder that was asked for. A finished file has been read back and
-every tensor's checksum compared; a journal says so, and a port that was interrupted continues behind it. When all files
-are there the folder is renamed. Memory holds a few slabs of at most ``SLAB`` bytes (or one tensor, where a tensor
-cannot be cut): their sources are read and hashed ahead (``stream``), one is filled while the one before it is written,
-and a finished file is read back while the next one is written.
+Everything is written into "<out>.partial", next to the folder that was requested. Each finished file is read back, the
+checksum of every tensor is compared, and a journal records it; an interrupted port continues after the last recorded
+file. When all files are complete, the folder is renamed. Memory holds a few slabs of at most ``SLAB`` bytes (or one
+tensor, if a tensor cannot be cut). The sources are read and hashed ahead (``stream``), one slab is filled while the
+previous one is written, and a finished file is read back while the next one is written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .stream import Slab, stream
 __all__ = ["SLAB", "Progress", "Refused", "Session", "checksum", "digest", "session"]
 
 SLAB = 64 * 2**20
-_PIECE = 2**20  # stays in the processor's cache between being read and being hashed
-_SPARE = 64 * 2**20  # bytes of the disk to leave free
+_PIECE = 2**20  # bytes; small enough to stay in the processor's cache between reading and hashing
+_SPARE = 64 * 2**20  # bytes of free space to leave on the disk
 _JOURNAL = "journal.jsonl"
 Progress = Callable[[str, int, int], None]
 
@@ -54,7 +54,7 @@ class _Crc:
 
 
 def digest(pieces: Iterator[Any], kind: Callable[[], Any] = hashlib.sha256) -> str:
-    """SHA-256, or another hash, of bytes that come in pieces."""
+    """Return the SHA-256, or another hash, of bytes that come in pieces."""
     found = kind()
     for piece in pieces:
         found.update(piece)
@@ -62,21 +62,30 @@ def digest(pieces: Iterator[Any], kind: Callable[[], Any] = hashlib.sha256) -> s
 
 
 def checksum(pieces: Iterator[Any]) -> str:
-    """CRC-32 of bytes that come in pieces: what is written is compared with what is read back by it."""
+    """Return the CRC-32 of bytes that come in pieces, with which written data is compared after reading it back."""
     return digest(pieces, _Crc)
 
 
 class Refused(GdnError):
-    """What was written is not what should be: nothing of it is kept."""
+    """The written data is wrong, so none of it is kept."""
 
 
 @dataclass
 class Session:
-    """A folder being written.
+    """A folder that is being written.
 
-    exact: whether what is written is hashed by SHA-256 (the way back), or what is read (a port). checksums: CRC-32 of
-    every tensor written. hashes: SHA-256 of tensors of the original, as they were written or read. overflow: how many
-    elements of a tensor a cast made infinite.
+    Attributes:
+        out: The final folder.
+        partial: The folder in which files are written first.
+        total: The number of bytes to write.
+        progress: Called with the name of the current item, the bytes done and the bytes in total.
+        exact: Whether SHA-256 is computed of what is written (the way back) or of what is read (a port).
+        checksums: The CRC-32 of every tensor written.
+        hashes: The SHA-256 of the original's tensors, as they were written or read.
+        done: The number of bytes written.
+        finished: What the journal says about files that were finished.
+        resumed: The number of files that an earlier attempt finished.
+        overflow: For each tensor concerned, the number of elements that a cast made infinite or NaN.
     """
 
     out: Path
@@ -95,10 +104,11 @@ class Session:
     def write(
         self, shards: Sequence[Shard], source: Checkpoint, array: Callable[[str], np.ndarray] | None = None
     ) -> None:
-        """Write files, except those that an earlier attempt finished; ``array`` gives tensors, if not ``source``.
+        """Write files, except those that an earlier attempt finished; ``array`` replaces ``source`` for reading
+        tensors.
 
         Raises:
-            GdnError: what was read back is not what was written, or the disk is full.
+            GdnError: The data that was read back differs from what was written, or the disk is full.
         """
         todo = []
         for shard in shards:
@@ -125,7 +135,7 @@ class Session:
                     pool.shutdown(wait=True, cancel_futures=True)
 
     def _finished(self, shard: Shard) -> bool:
-        """Whether an earlier attempt finished this file, and it is still as it was."""
+        """Whether an earlier attempt finished this file and it has not changed since."""
         note = self.finished.get(shard.name)
         path = self.partial / shard.name
         if note is None or not path.is_file() or _found(path, shard) != note["checksums"]:
@@ -143,7 +153,7 @@ class Session:
     def _hashing(
         self, shard: Shard, source: Checkpoint, hasher: ThreadPoolExecutor, computed: bool
     ) -> dict[str, Future[str]]:
-        """Have those sources of a file hashed by themselves that are not hashed as they are read or written."""
+        """Start to hash those sources of a file that are not hashed while they are read or written."""
         found = {}
         for output in shard.outputs:
             for name in _stored(output, source):
@@ -186,7 +196,7 @@ class Session:
                         pending.append(sink.submit(_put, file, crc, data))
                         if sha is not None:
                             pending.append(hasher.submit(sha.update, data))
-                    else:  # handing it over would take longer
+                    else:  # handing the slab to the other thread would take longer than writing it here
                         _put(file, crc, data)
                         if sha is not None:
                             sha.update(data)
@@ -200,9 +210,10 @@ class Session:
                 self.hashes[output.name if self.exact else str(output.verbatim)] = sha.hexdigest()
 
     def _verify(self, shard: Shard, source: Checkpoint, sources: Mapping[str, Future[str]]) -> None:
-        """Read a file back, compare every tensor's checksum, give it its name and note it in the journal.
+        """Read a file back, compare the checksum of every tensor, rename the file and record it in the journal.
 
-        What a journal says is compared with the files before it is believed, so it need not reach the disk in order.
+        The journal is compared with the files before it is believed, so the order in which they reach the disk does not
+        matter.
         """
         part = self.partial / (shard.name + ".part")
         if shard.nbytes > SLAB:
@@ -225,10 +236,10 @@ class Session:
             journal.write(json.dumps(note) + "\n")
 
     def copy(self, name: str, path: Path) -> str:
-        """Copy a file as it is, read it back, and return its SHA-256.
+        """Copy a file unchanged, read it back, and return its SHA-256.
 
         Raises:
-            GdnError: what was read back is not what was written.
+            GdnError: The data that was read back differs from what was written.
         """
         out = self.partial / name
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -250,12 +261,12 @@ class Session:
 
 
 def _stored(output: Output, source: Checkpoint) -> tuple[str, ...]:
-    """The tensors of the source's files that go into an output."""
+    """Return the stored tensors from which an output is made."""
     return tuple(part for name in output.sources for part in source.stored(name))
 
 
 def _verbatim(output: Output, source: Checkpoint) -> bool:
-    """Whether an output's bytes are those of a tensor of the source's files."""
+    """Whether the bytes of an output are those of a stored tensor."""
     return output.verbatim is not None and source.stored(output.verbatim) == (output.verbatim,)
 
 
@@ -264,7 +275,7 @@ def _hash_of(source: Checkpoint, name: str) -> str:
 
 
 def _found(path: Path, shard: Shard) -> dict[str, str]:
-    """Checksum of each tensor in a file as it is read; what is wrong with the rest stands under its own name."""
+    """Return the checksum of each tensor of a file, read back; faults elsewhere in the file have keys of their own."""
     if path.stat().st_size != shard.nbytes:
         return {"size": ""}
     found: dict[str, str] = {}
@@ -304,10 +315,10 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def session(out: Path, fingerprint: str, total: int, progress: Progress, exact: bool = False) -> Iterator[Session]:
-    """A folder to write, begun or continued; renamed to ``out`` when the block ends well.
+    """Begin or continue to write a folder; it is renamed to ``out`` when the block ends without an error.
 
     Raises:
-        GdnError: ``out`` exists, the disk has not enough room, or became full (then nothing is left of the attempt).
+        GdnError: ``out`` exists, or the disk has too little space or became full (then all written data is removed).
     """
     if out.exists():
         raise bad(str(out), "there already", "be the name of a folder that does not exist")
@@ -345,15 +356,15 @@ def _settle(current: Session) -> None:
     for path in (*current.partial.rglob("*"), current.partial):
         _sync(path)
     (current.partial / _JOURNAL).unlink()
-    (current.partial / "fingerprint").unlink()  # last: without it the folder is taken for somebody else's
+    (current.partial / "fingerprint").unlink()  # removed last, because a folder without it is taken for someone else's
     os.rename(current.partial, current.out)
 
 
 def _continue(current: Session, fingerprint: str) -> None:
-    """Take over what an earlier attempt at the very same port finished; else start clean."""
+    """Take over what an earlier attempt at the same port finished, or start from nothing."""
     partial = current.partial
     mark = partial / "fingerprint"
-    if partial.exists() and any(partial.iterdir()):  # an empty one is of an attempt that was killed at once
+    if partial.exists() and any(partial.iterdir()):  # an empty folder is left by an attempt that was killed at once
         if not mark.is_file():
             raise bad(str(partial), "there and not of an interrupted port", "be removed or renamed first")
         if mark.read_text() == fingerprint and (partial / _JOURNAL).is_file():
@@ -369,10 +380,10 @@ def _continue(current: Session, fingerprint: str) -> None:
 
 
 def _read_journal(current: Session) -> None:
-    """What an earlier attempt noted; whether it still holds is seen when its turn comes."""
+    """Read what an earlier attempt recorded; each record is checked against its file later."""
     for line in (current.partial / _JOURNAL).read_text().splitlines():
         try:
             note = json.loads(line)
             current.finished[note["file"]] = note
         except (ValueError, KeyError):
-            break  # the last line of a process that was killed
+            break  # the last line may be incomplete if the process was killed

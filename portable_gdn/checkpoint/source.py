@@ -1,4 +1,4 @@
-"""A checkpoint as its family's table reads it: which family it is of, and the piece of a model that each tensor is."""
+"""Read a checkpoint by its family's table: which family it belongs to, and which piece of a model each tensor is."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ __all__ = ["Read", "find_family", "linear_layers", "read"]
 
 @dataclass(frozen=True)
 class Read:
-    """A source as its family's table reads it."""
+    """A source, read by its family's table."""
 
     checkpoint: Checkpoint
     family: Family
     dialect: Dialect
     places: dict[Key, Place]
     sizes: dict[str, int]
-    carried: tuple[tuple[str, tuple[str, ...], bool], ...]  # rule, names, whether they belong to the tree
+    carried: tuple[tuple[str, tuple[str, ...], bool], ...]  # the rule, the names, and whether they belong to the tree
     block: int | None = None
     notes: tuple[str, ...] = ()
     lora: Adapter | None = None
 
     @property
     def mixer(self) -> Mixer | None:
-        """What the linear layers compute, or None where the configuration does not say."""
+        """What the linear layers compute, or None if the configuration does not say."""
         try:
             return self.family.mixer(self.checkpoint.config)
         except (KeyError, TypeError):
@@ -61,28 +61,28 @@ class Read:
 
     @property
     def adapter(self) -> bool:
-        """Whether it is an adapter, not a model."""
+        """Whether it is an adapter and not a model."""
         return any(is_factor(key.piece) for key in self.places)
 
     @property
     def published(self) -> bool:
-        """Whether the names are as the family's releases have them: nothing wraps them, no other prefix is theirs."""
+        """Whether the names are those of the family's releases, without wrappers or another prefix."""
         wrapped = any(name != unwrapped(name) for name in self.dialect.spelled)
         return not wrapped and self.dialect.prefix in ("model.", *self.family.prefixes)
 
     @property
     def bare(self) -> bool:
-        """Whether it is a layer alone, outside a model."""
+        """Whether it is a single layer outside a model."""
         return any(place.bound.entry.layer >= 0 for place in self.places.values())
 
     @property
     def linear_layers(self) -> list[int]:
-        """Layers with linear attention, by what the checkpoint holds."""
+        """The layers with linear attention, judged by the tensors."""
         return sorted({key.layer for key in self.places if key.piece in ("A_log", "A_log_2", "g_norm")})
 
 
 def _unread(family: Family, names: Sequence[str]) -> int:
-    """How many tensors a family's table and rules say nothing of, by names alone."""
+    """Return how many tensors, by their names, neither the family's table nor its rules describe."""
     slots = slots_of(names) if is_adapter(names) else None
     spelling = spell(family, names, slots=slots, strict=False)
     dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
@@ -98,14 +98,14 @@ def _unread(family: Family, names: Sequence[str]) -> int:
 
 
 def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Family, tuple[str, ...]]:
-    """The family that a checkpoint is of: what config.json says, if the tensors agree, or what they show.
+    """Return the family of a checkpoint: the one that config.json names, if the tensors agree, or the one they show.
 
-    Names of tensors alone prove nothing: a plain Llama's are among those of many families. A layer of linear attention
-    whose names a family's table knows does, where config.json says that the model is of a family that is known here;
-    where it says something else, ``named`` must say what it is.
+    The names of tensors prove little, because those of a plain Llama occur in many families. A linear-attention layer
+    whose names are in a family's table is proof if config.json names a family that is supported. If it names another
+    model, ``named`` must say which family to use.
 
     Raises:
-        GdnError: it is of none, or of one that is not known; the sentence says what it is, and what is known.
+        GdnError: The checkpoint is not of a supported family; the message says what it is and what is supported.
     """
     names = list(checkpoint.inventory)
     if named is not None:
@@ -138,15 +138,14 @@ def find_family(checkpoint: Checkpoint, named: str | None = None) -> tuple[Famil
 
 
 def _must_be_linear(checkpoint: Checkpoint, family: Family) -> None:
-    """A model without a layer of linear attention is of no family here, unless its configuration says just that."""
+    """Refuse a model without a linear-attention layer, unless its configuration says that it has none."""
     names = list(checkpoint.inventory)
     if not is_adapter(names) and not _has_decay(family, names) and not told_kinds(checkpoint.config)[0]:
         raise no_linear_layer(checkpoint.folder, checkpoint.config, names)
 
 
 def _has_decay(family: Family, names: Sequence[str]) -> bool:
-    """Whether a tensor is there that, by a family's table, linear attention has and plain attention never: a decay, a
-    convolution, a gate of rank r."""
+    """Whether there is a tensor that occurs in linear attention only: a decay, a convolution or a low-rank gate."""
     spelling = spell(family, names, strict=False)
     dialect = Dialect(family.name, family.table, spelling.prefix, spelling.names)
     proof = MIXER_PIECES - {"q", "k", "v", "z", "out"}
@@ -159,13 +158,13 @@ def read(
     """Read a checkpoint by its family's table.
 
     Args:
-        checkpoint: what was opened.
-        family: whose table; None is told by the checkpoint.
-        base: the configuration of the model that an adapter is for.
-        dequantise: the dtype that weights in few bits are turned into on the way; "" is not at all.
+        checkpoint: The open checkpoint.
+        family: The name of the family whose table is used; None recognises it.
+        base: The configuration of the model that an adapter is for.
+        dequantise: The dtype into which quantised weights are turned during the port; "" leaves them as they are.
 
     Raises:
-        GdnError: a tensor is unknown, contradicts the table, is there twice, or a scale is missing.
+        GdnError: A tensor is unknown, contradicts the table or occurs twice, or a scale is missing.
     """
     check_config(checkpoint.config if base is None else base)
     if dequantise:
@@ -212,7 +211,7 @@ def read(
         )
     _check_dtypes(places)
     check_mixer(found, config)
-    # an adapter may have an embedding with more tokens than its model
+    # an adapter may have an embedding with more tokens than its model has
     check_sizes(found, config, places, {dim: n for dim, n in sizes.items() if not (adapter and dim == "V")})
     if kinds is not None:
         headless = without_head(spelling.prefix, config)
@@ -239,7 +238,7 @@ def _some(names: Sequence[str]) -> str:
 def _carried(
     every: Sequence[Rule], dialect: Dialect, checkpoint: Checkpoint
 ) -> tuple[tuple[tuple[str, tuple[str, ...], bool], ...], dict[str, Spec]]:
-    """What the rules carry over, by rule; and the tensors that the table must describe."""
+    """Return what the rules carry over unchanged, by rule, and the tensors that the table must describe."""
     rules = [(rule, re.compile(rule.pattern)) for rule in every]
     found: dict[str, tuple[list[str], bool]] = {}
     rest: dict[str, Spec] = {}
@@ -260,7 +259,7 @@ def _carried(
 
 
 def _block(config: Mapping[str, Any]) -> int | None:
-    """Rows and columns that share a scale, where the configuration says that weights are quantised in blocks."""
+    """Return how many rows and columns share a scale, if the configuration says that weights are quantised in blocks."""
     block = quantisation(config).get("weight_block_size")
     if block is None:
         return None
@@ -272,10 +271,10 @@ def _block(config: Mapping[str, Any]) -> int | None:
 
 
 def _check_dtypes(places: Mapping[Key, Place]) -> None:
-    """Weights must be floating-point numbers, and those in eight bits must have scales.
+    """Check that weights are floating-point numbers, and that those in eight bits have scales.
 
     Raises:
-        GdnError: one is not, or has none.
+        GdnError: A weight is of another dtype or has no scales.
     """
     for key, place in places.items():
         spec, name = place.bound.spec, place.bound.name
@@ -295,14 +294,15 @@ def _check_dtypes(places: Mapping[Key, Place]) -> None:
 
 
 def linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers with linear attention by the configuration: for adapters, which do not hold what would tell."""
+    """Return the layers with linear attention by the configuration; adapters need this because their tensors may not
+    tell."""
     config = text_config(config)
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
     kda = (config.get("linear_attn_config") or {}).get("kda_layers")
     if isinstance(kda, list):
-        return tuple(n - 1 for n in kda)  # counted from 1
+        return tuple(n - 1 for n in kda)  # kda_layers counts from 1
     count, full = (
         config.get("num_hidden_layers"),
         config.get("full_attention_interval") or config.get("layer_group_size"),

@@ -1,9 +1,9 @@
-"""What the tables call a tensor whose name was wrapped: by torch.compile, by data parallelism, by a larger model.
+"""Map the names of a wrapped model (by torch.compile, data parallelism or a larger model) to those of the tables.
 
-Some wrap a module in another, and its name gets a part more, anywhere: ``model._orig_mod.layers.0.``. A model that is
-part of a larger one has its names under a prefix (``model.language_model.layers.0.``), and one that was saved without
-its head has none (``layers.0.``). Here the parts and the prefix are told by the names and by the family's table; only
-what a tensor is *read as* changes. Its own name stays, in messages, in side files and on the way back.
+A wrapper may add a part to a name at any place: ``model._orig_mod.layers.0.``. A model inside a larger one has names
+with another prefix (``model.language_model.layers.0.``), and a model that was saved without its head has no prefix
+(``layers.0.``). The added parts and the prefix are recognised from the names and the family's table. This changes only
+how a tensor is *read*: messages, side files and the way back keep its own name.
 """
 
 from __future__ import annotations
@@ -35,16 +35,24 @@ _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a checkpoint's names are read: the prefix in place of the table's "model.", the parts that were left out, and
-    the table's name of every tensor (empty where all are the tensors' own)."""
+    """How a checkpoint's names are read.
+
+    Attributes:
+        prefix: The prefix that takes the place of the table's "model.".
+        parts: The parts that wrappers added and that were removed.
+        names: The table's name of every tensor; empty if all tensors have it already.
+    """
 
     prefix: str = "model."
     wrappers: tuple[str, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
 
     def notes(self, family: Family, before: str = "") -> tuple[str, ...]:
-        """Sentences on what was left out. A prefix that the family is published with needs none; ``before`` is what an
-        adapter's names have before it."""
+        """Return sentences about what was removed from the names.
+
+        A prefix that the family's own releases have is not mentioned. ``before`` is what an adapter's names have before
+        it.
+        """
         found = []
         if self.wrappers:
             parts = ", ".join(f"{part}. ({WRAPPERS[part]})" for part in self.wrappers)
@@ -57,7 +65,7 @@ class Spelling:
 
 
 def unwrapped(name: str) -> str:
-    """The name without the parts that wrappers add."""
+    """Return the name without the parts that wrappers add."""
     parts = name.split(".")
     return name if WRAPPERS.keys().isdisjoint(parts) else ".".join(p for p in parts if p not in WRAPPERS)
 
@@ -69,17 +77,18 @@ def spell(
     slots: Slots | None = None,
     strict: bool = True,
 ) -> Spelling:
-    """How these names are read by a family's table.
+    """Determine how a family's table reads these names.
 
     Args:
-        family: whose table and rules.
-        names: of the checkpoint's tensors.
-        prefix: what stands in place of "model.", if that is known already.
-        slots: of an adapter, if it is one.
-        strict: whether names that allow two readings, or become one, are refused; else the first is taken.
+        family: The family whose table and rules are used.
+        names: The names of the checkpoint's tensors.
+        prefix: The prefix in place of "model.", if it is already known.
+        slots: The slots of an adapter, if it is one.
+        strict: Whether to refuse names that can be read in two ways, or that become equal; otherwise the first is
+            taken.
 
     Raises:
-        GdnError: names allow two readings, or FSDP's flat parameters are among them.
+        GdnError: Names can be read in two ways, or some are flat parameters of FSDP.
     """
     bare = {name: unwrapped(name) if slots is None else slots.canonical(unwrapped(name)) for name in names}
     flat = next((name for name, short in bare.items() if _FLAT.fullmatch(short)), None)
@@ -122,7 +131,7 @@ def spell(
 
 
 def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) -> str | None:
-    """What stands before "layers." in the names that the table knows behind it; None where there are none."""
+    """Return what precedes "layers." in the names that the table knows, or None if it knows none of them."""
     found: dict[str, str] = {}
     for name in names:
         place = _LAYERS.match(name)
@@ -135,6 +144,6 @@ def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) 
 
 
 def _starts(prefix: str) -> list[str]:
-    """The prefix and what it begins with, longest first: where the head of a model below it may be."""
+    """Return the prefix and the shorter prefixes that it begins with, longest first: the model's head may be under any."""
     parts = prefix.split(".")[:-1]
     return [".".join(parts[:n]) + "." for n in range(len(parts), 0, -1)] + [""]

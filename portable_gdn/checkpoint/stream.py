@@ -1,9 +1,9 @@
-"""What is to be written, slab by slab, its sources read ahead: the reading half of a port.
+"""The reading half of a port: yield the data to write, slab by slab, and read the sources ahead.
 
-A source's tensor of at most a slab is read whole, once, hashed where it lies in memory, and let go when no slab that is
-near needs it. Of a larger one those bytes are read that a slab needs, where they lie together (an expert of a stack);
-where they do not (the columns of a matrix) it is read whole, or looked at through mapped memory if it is too large for
-that (a stack of matrices).
+A source's tensor that is at most as large as a slab is read once as a whole, hashed in memory, and released when no
+slab in the near future needs it. From a larger tensor, only the bytes that a slab needs are read if they are contiguous
+(an expert of a stack). If they are not (columns of a matrix), the tensor is read as a whole, or through mapped memory
+if it is too large for that (a stack of matrices).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .reader import Checkpoint
 
 __all__ = ["Slab", "stream"]
 
-_AHEAD = 4  # slabs' worth of sources in memory
-_WHOLE = 2**30  # bytes of a tensor that is read whole, though it is larger than a slab
-_STEPS = 256  # slabs looked at ahead, however small
+_AHEAD = 4  # the sources in memory, in multiples of a slab's size
+_WHOLE = 2**30  # bytes; a larger tensor is never read as a whole, unless it fits into a slab
+_STEPS = 256  # the most slabs that are looked at ahead
 _READERS = 2  # one reads while the other hashes
 
 
 class Slab(NamedTuple):
-    """A part of an output; its bytes are valid until the slab after the next is asked for."""
+    """A part of an output; its bytes are valid until the slab after the next is requested."""
 
     output: Output
     data: memoryview
 
 
 class _Span(NamedTuple):
-    """Bytes of a source's tensor."""
+    """A range of bytes of a source's tensor."""
 
     name: str
     begin: int
@@ -48,7 +48,7 @@ class _Span(NamedTuple):
 
 @dataclass
 class _Loading:
-    """A span in memory, or on its way there; ``users`` are slabs that still need it."""
+    """A span that is in memory or being read; ``users`` counts the slabs that still need it."""
 
     future: Future[tuple[np.ndarray, mmap]]
     users: int = 0
@@ -57,7 +57,7 @@ class _Loading:
 class _Step(NamedTuple):
     output: Output
     slab: tuple[int, int]
-    moves: list[Move] | None  # None: computed when their turn comes
+    moves: list[Move] | None  # None if the elements are computed when they are needed
     spans: list[_Span | None]
 
 
@@ -69,18 +69,18 @@ def stream(
     array: Callable[[str], np.ndarray] | None = None,
     overflow: dict[str, int] | None = None,
 ) -> Generator[Slab, None, None]:
-    """All slabs of all outputs in order.
+    """Yield all slabs of all outputs in order.
 
     Args:
-        outputs: what is to be written.
-        source: where its tensors are.
-        size: bytes of a slab.
-        hashes: where to put the SHA-256 of each source tensor that is read whole, under its name; None hashes nothing.
-        array: gives tensors that are computed, if not those of ``source`` are meant.
-        overflow: where to count, under an output's name, the elements that a cast made infinite.
+        outputs: The tensors to write.
+        source: The checkpoint that holds their sources.
+        size: The size of a slab in bytes.
+        hashes: Filled with the SHA-256 of each source tensor that is read as a whole, by name; None hashes nothing.
+        array: Returns tensors by name, if they are computed instead of taken from ``source``.
+        overflow: Filled with the number of elements that a cast made infinite or NaN, by the output's name.
 
     Raises:
-        GdnError: a file of the source became shorter.
+        GdnError: A file of the source became shorter.
     """
     with ThreadPoolExecutor(_READERS) as readers:
         try:
@@ -130,7 +130,7 @@ class _Stream:
             used.append(step)
 
     def _ahead(self, outputs: Iterable[Output]) -> Iterator[_Step]:
-        """Steps in order, each with its sources asked for some time before."""
+        """Yield the steps in order; the sources of each were requested some time before."""
         waiting: deque[_Step] = deque()
         for output in outputs:
             for slab in output.slabs(self._size):
@@ -147,7 +147,7 @@ class _Stream:
         yield from waiting
 
     def _span(self, move: Move) -> _Span | None:
-        """The bytes to read for a move, or None where they are too far apart or not as they are in the file."""
+        """Return the bytes to read for a move, or None if they are not contiguous or not stored in this form."""
         if self._source.stored(move.name) != (move.name,):
             return None
         whole = self._source.where[move.name][1].nbytes
@@ -179,7 +179,7 @@ class _Stream:
         return data, memory
 
     def _moves(self, step: _Step) -> Iterator[Move]:
-        """The moves of a step, their elements in memory."""
+        """Yield the moves of a step, with their elements in memory."""
         if step.moves is None:
             yield from step.output.moves(step.slab, self._array or self._source.array)
             return

@@ -1,9 +1,9 @@
-"""Dialects: tables from tensor names to layouts, and what a table says about the tensors of a checkpoint.
+"""Dialects: tables that map tensor names to layouts, and their application to the tensors of a checkpoint.
 
-A dialect is one way to name and lay out a model's pieces: a family's published files, a library's parameter tree, ours.
-``bind`` reads a checkpoint's inventory by a dialect and finds where each piece of each layer is (``Place``);
-``lay_out`` goes the other way and says which tensors a dialect would make of those pieces. A port is the first by one
-dialect and the second by another, so nothing about a conversion is written anywhere but in the two tables.
+A dialect is one way to name and lay out a model's pieces: that of a family's published files, of a library's parameter
+tree, or of ours. ``bind`` reads a checkpoint's inventory by a dialect and finds the place of each piece of each layer
+(``Place``). ``lay_out`` does the opposite: it says which tensors a dialect would make of those pieces. A port is
+``bind`` by one dialect and ``lay_out`` by another, so the two tables are all that defines a conversion.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _BLANK = re.compile(r"\{[a-z]\}")
 
 
 class Spec(NamedTuple):
-    """What a header says of a tensor, without its place in a file."""
+    """The dtype and shape that a header gives for a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Key(NamedTuple):
-    """A piece of a certain layer and expert (-1 where it belongs to none)."""
+    """A piece of a certain layer and expert; -1 means that it belongs to no layer, or to no expert."""
 
     piece: str
     layer: int = -1
@@ -61,14 +61,16 @@ class Key(NamedTuple):
 class Entry:
     """One row of a table.
 
-    name: the tensor's name; {i} is the layer, {e} the expert, {j} the layer's place in a scanned block.
-    layout: see ``layout``; "@i", "@e", "@j", "@g" run along axes.
-    period: layers a scanned block has: layer = g * period + j.
-    places: the j that this row is for; None is all.
-    when: "linear" or "full": the row is for layers with or without linear attention (told by their A_log); None is
-    both. layer: the layer that a name without a number belongs to.
-    zeros: where this dialect is written and the piece is missing, it is made of zeros; one that holds nothing else may
-        be dropped where it has no place.
+    Attributes:
+        name: The tensor's name; {i} is the layer, {e} the expert, {j} the layer's place in a scanned block.
+        layout: The layout of the tensor; "@i", "@e", "@j" and "@g" are axes that run over these indices.
+        period: The number of layers in a scanned block: layer = g * period + j.
+        places: The values of j that this row is for; None means all.
+        when: "linear" if the row is for layers with linear attention (recognised by their A_log), "full" if it is for
+            the others, None if it is for both.
+        layer: The layer of a name without a number.
+        zeros: Whether a missing piece is written as zeros. A tensor that holds nothing else may be dropped if the
+            target has no place for it.
     """
 
     name: str
@@ -84,16 +86,16 @@ class Entry:
         return self.period is None or self.places is None or layer % self.period in self.places
 
     def local(self, key: Key) -> dict[str, int]:
-        """The indices of a piece by the letters that this row may use."""
+        """Return the indices of a piece, by the letters that this row may use."""
         found = {"i": key.layer, "e": key.expert}
         if self.period is not None:
             found.update(g=key.layer // self.period, j=key.layer % self.period)
-            if self.places is not None:  # j counts within the row's own places
+            if self.places is not None:  # j counts the row's own places only
                 found["p"] = self.places.index(found["j"]) if found["j"] in self.places else -1
         return found
 
     def key(self, piece: str, index: Mapping[str, int]) -> Key:
-        """The piece that has these indices."""
+        """Return the piece that has these indices."""
         layer = index.get("i", self.layer)
         if self.period is not None:
             j = index["j"] if "j" in index else self.places[index.get("p", 0)] if self.places else 0
@@ -103,10 +105,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A table, with what is true of names as a whole.
+    """A table, and what applies to all of its names.
 
-    prefix: what this checkpoint has where the table says "model.".
-    spelled: the table's name of each tensor, where names differ by more than the prefix; see ``spelling``.
+    Attributes:
+        name: The name of the dialect.
+        entries: The rows.
+        prefix: What this checkpoint's names have in place of the table's "model.".
+        spelled: The table's name of each tensor, if names differ by more than the prefix; see ``spelling``.
+        by_template: The rows by their names, with a blank for each number.
+        by_piece: The rows by the pieces in their layouts.
     """
 
     name: str
@@ -127,7 +134,7 @@ class Dialect:
         object.__setattr__(self, "by_piece", {k: tuple(v) for k, v in pieces.items()})
 
     def normal(self, name: str) -> str:
-        """The name as the table has it."""
+        """Return the table's form of a checkpoint's name."""
         if name in self.spelled:
             return self.spelled[name]
         if self.prefix != "model." and name.startswith(self.prefix) and not name.startswith("lm_head."):
@@ -135,13 +142,13 @@ class Dialect:
         return name
 
     def actual(self, name: str) -> str:
-        """The table's name as the checkpoint has it."""
+        """Return the checkpoint's form of a table's name."""
         if self.prefix != "model." and name.startswith("model."):
             return self.prefix + name[len("model.") :]
         return name
 
     def rows(self, name: str) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
-        """The rows that may describe a tensor, and the numbers in its name."""
+        """Return the rows that may describe a tensor, and the numbers in its name."""
         numbers: list[int] = []
 
         def blank(found: re.Match[str]) -> str:
@@ -153,7 +160,7 @@ class Dialect:
 
 
 def entries(table: Mapping[str, str | Sequence[str]], under: str = "", **options: Any) -> tuple[Entry, ...]:
-    """Rows from a mapping of names to layouts; of several layouts the first is the one that is written."""
+    """Return rows from a mapping of names to layouts. If a name has several layouts, the first is the one to write."""
     return tuple(
         Entry(under + name, layout(text), **options)
         for name, texts in table.items()
@@ -163,9 +170,11 @@ def entries(table: Mapping[str, str | Sequence[str]], under: str = "", **options
 
 @dataclass(frozen=True)
 class Bound:
-    """A tensor and the row that describes it: indices from its name, sizes of all its dims.
+    """A tensor and the row that describes it, with the indices in its name and the sizes of all its dims.
 
-    scale: whether it holds block scales of the tensor that the row describes. fault: why they cannot be carried over.
+    Attributes:
+        scale: Whether it holds the block scales of the tensor that the row describes.
+        fault: Why its block scales cannot be carried over; "" if they can.
     """
 
     name: str
@@ -178,7 +187,7 @@ class Bound:
 
 
 class Place(NamedTuple):
-    """Where a piece is: a tensor, the segment of its layout, and where along its index axes."""
+    """The place of a piece: a tensor, a segment of its layout, and positions along its index axes."""
 
     bound: Bound
     segment: int
@@ -195,17 +204,17 @@ def bind(
     """Find every piece in a checkpoint.
 
     Args:
-        dialect: the table to read by.
-        inventory: what is there, by name.
-        known: sizes of dims, from the configuration.
-        block: rows and columns that share a scale, where weights are quantised in blocks.
-        linear_layers: layers with linear attention beside those whose A_log is here.
+        dialect: The table to read by.
+        inventory: The tensors by name.
+        known: The sizes of dims that the configuration gives.
+        block: How many rows and columns share a scale, if weights are quantised in blocks.
+        linear_layers: Layers with linear attention in addition to those that have an A_log.
 
     Returns:
-        The place of each piece; names that no row describes; the sizes of all dims of the checkpoint.
+        The place of each piece; the names that no row describes; the sizes of all dims of the checkpoint.
 
     Raises:
-        GdnError: a tensor's shape contradicts its row, a size cannot be told, or a piece is there twice.
+        GdnError: A tensor's shape contradicts its row, a size cannot be determined, or a piece occurs twice.
     """
     sizes = dict(known)
     rows: list[tuple[str, tuple[Entry, ...], tuple[int, ...]]] = []
@@ -225,7 +234,7 @@ def bind(
             unknown.append(name)
     bounds: dict[str, Bound] = {}
     waiting, told = rows, -1
-    while waiting and len(sizes) != told:  # what one tensor tells may be needed to read another
+    while waiting and len(sizes) != told:  # a size found in one tensor may be needed to read another
         told, left = len(sizes), []
         for row in waiting:
             bound = _read(*row, inventory, sizes)
@@ -271,7 +280,7 @@ MEANING = {
 
 
 def describe(key: Key) -> str:
-    """A piece in words."""
+    """Return the name of a piece in words."""
     where = "" if key.layer < 0 else f" of layer {key.layer}"
     return f"{key.piece}{where}" + ("" if key.expert < 0 else f", expert {key.expert}")
 
@@ -283,7 +292,7 @@ def _read(
     inventory: Mapping[str, Spec],
     sizes: dict[str, int],
 ) -> Bound | None:
-    """The tensor by the first row that its shape fits; new sizes are added; None if sizes are still missing."""
+    """Match a tensor with the first row that its shape fits, and add new sizes; None if sizes are still missing."""
     spec = inventory[name]
     waits = False
     for entry in rows:
@@ -332,7 +341,7 @@ def _misfit(name: str, spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> st
 
 
 def _scale(name: str, spec: Spec, base: Bound, block: int) -> Bound:
-    """The tensor of block scales that belongs to a weight: the same layout, its innermost dims counted in blocks."""
+    """Describe a tensor of block scales: it has the layout of its weight, with the innermost dims counted in blocks."""
     wanted = (*base.spec.shape[:-2], *(-(-n // block) for n in base.spec.shape[-2:]))
     if spec.shape != wanted:
         raise GdnError(
@@ -369,7 +378,7 @@ def _places(bound: Bound) -> Iterator[tuple[Key, Place]]:
 
 @dataclass
 class Made:
-    """A tensor that a dialect makes of pieces: its row, indices in its name, and the place of each piece in it."""
+    """A tensor that a dialect makes of pieces: its row, the indices in its name, and the place of each piece in it."""
 
     name: str
     entry: Entry
@@ -380,17 +389,17 @@ class Made:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
+        """The shape of the tensor."""
         return self.entry.layout.shape(self.sizes)
 
 
 def lay_out(
     dialect: Dialect, places: Mapping[Key, Place], wanted: Callable[[Key], bool] | None = None
 ) -> tuple[dict[str, Made], list[Key]]:
-    """The tensors that a dialect makes of these pieces, and the pieces it has no row for.
+    """Return the tensors that a dialect makes of these pieces, and the pieces for which it has no row.
 
     Raises:
-        GdnError: a tensor would have some of its pieces and not the others.
+        GdnError: A tensor would have some of its pieces but not all.
     """
     made: dict[str, Made] = {}
     homeless: list[Key] = []
