@@ -29,7 +29,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class Beside:
-    """A file in the source's folder: ``name`` is its path in that folder, with "/", and ``place`` the one in the port."""
+    """A file in the source's folder: ``name`` is its path there, with "/", and ``place`` the one in the port."""
 
     name: str
     path: Path

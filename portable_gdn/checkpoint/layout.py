@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def leading(self) -> str | None:
-        """The outermost dim or index of the first axis, along which the tensor can be made in slabs; None if it cannot."""
+        """The outermost dim or index of the first axis, along which the tensor can be made in slabs, or None."""
         if not self.axes or not self.axes[0] or self.axes[0][0] == "1":
             return None
         return self.axes[0][0]

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def foreign(self) -> bool:
-        """Whether the layers become those of another family, or are outside a model, and so need their own config.json."""
+        """Whether layers become those of another family, or are outside a model, and need their own config.json."""
         family = self.settings.get("family")
         return family is not None and (family != self.read.family.name or self.read.bare) and not self.read.adapter
 
@@ -212,7 +212,7 @@ def _target(source: Read, to: str, how: str | None) -> tuple[Dialect, Callable[[
 
 
 def _adapter_target(source: Read, to: str) -> tuple[Dialect, Callable[[Key], bool] | None, dict[str, Any]]:
-    """Do for an adapter what ``_target`` does for a whole model; it goes into our tree or onto another family's layers."""
+    """Do for an adapter what ``_target`` does for a model; it becomes our tree or fits another family's layers."""
     slots = source.lora.slots if source.lora is not None else Slots()
     if to in TREES:
         return with_factors(jax_dialect(source.family), slots), None, {"lora": True}

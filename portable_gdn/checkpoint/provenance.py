@@ -53,7 +53,7 @@ def write(
     side: list[str],
     beside: dict[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Return the JSON, and the files under ``source/`` by name; ``beside`` has the SHA-256 of files copied unchanged."""
+    """Return the JSON and the files under ``source/`` by name; ``beside`` has the SHA-256 of unchanged copies."""
     source = plan.read
     family = source.family
     from .. import __version__

@@ -259,7 +259,7 @@ def _carried(
 
 
 def _block(config: Mapping[str, Any]) -> int | None:
-    """Return how many rows and columns share a scale, if the configuration says that weights are quantised in blocks."""
+    """Return how many rows and columns share a scale, if the configuration says that there are quantised blocks."""
     block = quantisation(config).get("weight_block_size")
     if block is None:
         return None

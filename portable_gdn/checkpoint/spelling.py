@@ -144,6 +144,6 @@ def _prefix(names: Sequence[str], has_row: Callable[[str], bool], strict: bool) 
 
 
 def _starts(prefix: str) -> list[str]:
-    """Return the prefix and the shorter prefixes that it begins with, longest first: the model's head may be under any."""
+    """Return the prefix and the shorter ones that it begins with, longest first: the head may be under any."""
     parts = prefix.split(".")[:-1]
     return [".".join(parts[:n]) + "." for n in range(len(parts), 0, -1)] + [""]

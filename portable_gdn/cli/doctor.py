@@ -1,4 +1,4 @@
-"""``portable-gdn doctor``: what will hurt in the operands that a file holds, and what states in few bits will cost."""
+"""``portable-gdn doctor``: problems in the operands that a file holds, and the error of states stored in few bits."""
 
 from __future__ import annotations
 
@@ -31,21 +31,26 @@ def doctor(
         ),
     ],
     states: Annotated[
-        bool, typer.Option("--states", help="Tell by head what storing states in each dtype does to outputs.")
+        bool, typer.Option("--states", help="Report the error of each head's outputs for each storage dtype of states.")
     ] = False,
     within: Annotated[
-        float | None, typer.Option(help="The relative error of outputs to choose dtypes within; 1e-3 if not given.")
+        float | None,
+        typer.Option(
+            help="With --states: the largest relative error of outputs when choosing dtypes; 1e-3 by default."
+        ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens to compute; a recording's are repeated; 4096 if not given.")
+        int | None,
+        typer.Option(help="With --states: number of tokens, 4096 by default; a shorter recording is repeated."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw errors over memory lengths into this file.")
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="With --states: draw errors against memory lengths into this file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Tell what will hurt in the operands of a call; exit code 1 if results will be wrong. With --states, tell what
-    states in few bits will cost each head instead."""
+    """Find problems in the operands of a call; the exit code is 1 if results will be wrong. With --states, report for
+    each head the error of storing states in fewer bits instead."""
     if states:
         _states(file, 1e-3 if within is None else within, 4096 if tokens is None else tokens, picture, as_json)
         return

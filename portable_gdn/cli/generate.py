@@ -1,4 +1,4 @@
-"""``portable-gdn generate``: text from a ported checkpoint."""
+"""``portable-gdn generate``: generate text with a ported checkpoint."""
 
 from __future__ import annotations
 
@@ -21,30 +21,38 @@ __all__ = ["generate"]
 
 
 def generate(
-    port: Annotated[Path, typer.Argument(help="What `portable-gdn port SOURCE PORT --to jax` wrote.")],
-    prompt: Annotated[str | None, typer.Option(help="The text to continue, by the port's tokenizer.json.")] = None,
+    port: Annotated[Path, typer.Argument(help="The folder that `portable-gdn port SOURCE PORT --to jax` wrote.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="The text to continue, encoded with the port's tokenizer.json.")
+    ] = None,
     ids: Annotated[
-        str | None, typer.Option(help="Tokens to continue, as whole numbers, instead; new ones are printed so, too.")
+        str | None, typer.Option(help="Token ids to continue instead of a prompt; ids are printed too.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, 1 draws by the model's shares.")] = 0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many of the likeliest tokens only.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token; 1 samples from the model.")] = 0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the fewest likeliest tokens with at least this share.")
+        float | None, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds sample equal tokens.")] = 0,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the computation: bfloat16, float32 or float16; that of the weights.")
+        str | None,
+        typer.Option(help="Dtype of the computation: bfloat16, float32 or float16; by default that of the weights."),
     ] = None,
-    backend: Annotated[str | None, typer.Option("--backend", "-b", help="Of the linear-attention layers.")] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", "-b", help="Backend of the linear-attention layers.")
+    ] = None,
     cache_length: Annotated[
-        int | None, typer.Option(help="Room for so many tokens, the prompt's among them; as many as needed.")
+        int | None,
+        typer.Option(
+            help="Number of tokens that the cache can hold, including the prompt; as many as needed by default."
+        ),
     ] = None,
 ) -> None:
     """Continue a prompt with the whole model of a port, token by token.
 
-    The text ends where the model writes a token that ends one, by generation_config.json or config.json. New text is on
-    standard output, all else on standard error. No chat template is applied.
+    Generation ends at an end-of-text token of generation_config.json or config.json. New text goes to standard output,
+    everything else to standard error. No chat template is applied.
     """
     if (prompt is None) == (ids is None):
         raise bad("--prompt", "given together with --ids" if ids else "not given", "be given, or --ids instead of it")
@@ -84,10 +92,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _tokenizer(port: Path) -> Any:
-    """The tokenizer that the port carries.
+    """Return the port's tokenizer.
 
     Raises:
-        GdnError: there is none, or it cannot be read.
+        GdnError: There is none, or it cannot be read.
     """
     file = port / "tokenizer.json"
     if port.is_dir() and not file.is_file():
@@ -113,10 +121,10 @@ def _numbered(tokens: Iterator[int]) -> Iterator[str]:
 
 
 def _worded(tokens: Iterator[int], tokenizer: Any, last: list[int]) -> Iterator[str]:
-    """The text of tokens behind ``last`` as it grows; what is not yet a whole character waits.
+    """Yield the text of the tokens after ``last`` as it grows, holding back incomplete characters.
 
-    Some tokenizers take a space from the start of what they are given, so that new tokens are read behind those of the
-    last piece, whose text is cut off again.
+    Some tokenizers drop a space at the start of their input. New tokens are therefore decoded together with those of
+    the last piece, whose text is removed again.
     """
     waiting: list[int] = []
     for token in tokens:

@@ -15,10 +15,10 @@ __all__ = ["report_layers"]
 
 
 def report_layers(layer: LayerShape, chips: list[str], use_cache: bool, as_json: bool) -> None:
-    """Compile a layer for some chips, and print what it costs.
+    """Compile a layer for the given chips and print its cost.
 
     Raises:
-        GdnError: it cannot be compiled for any of them.
+        GdnError: The layer cannot be compiled for any of the chips.
     """
     with progress_bar("compile") as update:
         update(" ".join(chips), 0, len(chips))

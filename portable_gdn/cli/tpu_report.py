@@ -1,4 +1,4 @@
-"""``portable-gdn tpu-report``: what the rule costs on a TPU, from the TPU's compiler on this CPU."""
+"""``portable-gdn tpu-report``: the cost of the rule on a TPU, by the TPU's compiler running on this CPU."""
 
 from __future__ import annotations
 
@@ -24,37 +24,45 @@ __all__ = ["tpu_report"]
 
 
 def tpu_report(
-    chip: Annotated[str, typer.Option(help=f"One of {', '.join(CHIPS)}, or all.")] = "v6e",
-    op: Annotated[str, typer.Option(help=f"One of {', '.join((*OPERATIONS, *SCOPES))}.")] = "forward",
+    chip: Annotated[str, typer.Option(help=f"The TPU: {', '.join(CHIPS)}, or all.")] = "v6e",
+    op: Annotated[str, typer.Option(help=f"The operation: {', '.join((*OPERATIONS, *SCOPES))}.")] = "forward",
     direction: Annotated[str, typer.Option(help=f"For --op layer or mixer: {' or '.join(DIRECTIONS)}.")] = "forward",
-    hidden_size: Annotated[int, typer.Option(help="For --op layer or mixer: channels of the layer's input.")] = 2048,
-    backend: Annotated[str, typer.Option(help="For --op layer or mixer: pallas or xla.")] = "pallas",
-    norm: Annotated[bool, typer.Option(help="For --op mixer: with the output's norm and gate.")] = True,
-    variant: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "gdn",
-    groups: Annotated[int, typer.Option(help="Decays a head, for --variant grouped.")] = Shape().groups,
-    fused: Annotated[bool, typer.Option(help="The mixer: with the convolution, the l2norm and the gates.")] = False,
-    precision: Annotated[str | None, typer.Option(help="fast, default or highest.")] = None,
+    hidden_size: Annotated[int, typer.Option(help="For --op layer or mixer: size of the layer's input.")] = 2048,
+    backend: Annotated[str, typer.Option(help="For --op layer or mixer: the backend, pallas or xla.")] = "pallas",
+    norm: Annotated[bool, typer.Option(help="For --op mixer: include the output norm and gate.")] = True,
+    variant: Annotated[str, typer.Option(help=f"The rule: {', '.join(VARIANTS)}.")] = "gdn",
+    groups: Annotated[int, typer.Option(help="Number of decays per head, for --variant grouped.")] = Shape().groups,
+    fused: Annotated[
+        bool, typer.Option(help="Compute the mixer: include the convolution, the l2norm and the gates.")
+    ] = False,
+    precision: Annotated[str | None, typer.Option(help="Precision: fast, default or highest.")] = None,
     batch: Annotated[int, typer.Option()] = Shape().batch,
     seqlen: Annotated[int, typer.Option()] = Shape().seqlen,
-    heads: Annotated[int, typer.Option(help="Key heads.")] = Shape().heads,
-    value_heads: Annotated[int | None, typer.Option(help="As many as key heads, if not given.")] = None,
+    heads: Annotated[int, typer.Option(help="Number of key heads.")] = Shape().heads,
+    value_heads: Annotated[
+        int | None, typer.Option(help="Number of value heads; equal to the key heads if not given.")
+    ] = None,
     key_dim: Annotated[int, typer.Option()] = Shape().key_dim,
     value_dim: Annotated[int, typer.Option()] = Shape().value_dim,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = Shape().dtype,
-    sequences: Annotated[int, typer.Option(help="So many packed in the row, each with its state.")] = Shape().sequences,
-    picture: Annotated[Path | None, typer.Option(help="Draw the use of each unit over a grid step, as SVG.")] = None,
-    chips: Annotated[int, typer.Option(help="Compile for so many chips: 2, 4, 8 or another power of two.")] = 1,
-    split: Annotated[str, typer.Option(help=f"With --chips: what is split, {', '.join(SPLITS)}.")] = "rows",
+    dtype: Annotated[str, typer.Option(help="Dtype of q, k and v.")] = Shape().dtype,
+    sequences: Annotated[
+        int, typer.Option(help="Number of packed sequences in the row, each with its own state.")
+    ] = Shape().sequences,
+    picture: Annotated[Path | None, typer.Option(help="Draw how busy each unit is during a grid step, as SVG.")] = None,
+    chips: Annotated[int, typer.Option(help="Compile for this number of chips: 2, 4, 8 or another power of two.")] = 1,
+    split: Annotated[str, typer.Option(help=f"With --chips: what to split over them: {', '.join(SPLITS)}.")] = "rows",
     forgets: Annotated[
-        bool, typer.Option(help="With --split tokens: of gates that forget what came before a piece.")
+        bool, typer.Option(help="With --split tokens: assume gates that forget everything before a piece.")
     ] = False,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Compile again, whatever is known.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compile again, even if an earlier report is stored.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compile the rule's TPU kernels, without a TPU, and report cycles, use of each unit, spills and memory traffic.
 
-    With --op layer or mixer: a whole layer, or what lies between its projections, and where its time goes. With
-    --chips: the work split over many chips, its collectives, and the predicted efficiency.
+    With --op layer, report a whole layer and how its time divides; with --op mixer, the part between its projections.
+    With --chips, split the work over many chips, and report its collectives and the predicted efficiency.
     """
     kinds = list(CHIPS) if chip == "all" else [chip]
     HV = heads if value_heads is None else value_heads
