@@ -1,4 +1,4 @@
-"""The TPU backend: tile-grouped Pallas kernels, and what they will do on a chip (``portable_gdn.tpu``).
+"""The TPU backend ``portable_gdn.tpu``: tile-grouped Pallas kernels, and the compiler's schedule of them for a chip.
 
 from portable_gdn.tpu import schedule
 print(schedule(function, *shapes, chip="v6e"))  # compiled by the TPU's own compiler, on this CPU

@@ -1,4 +1,4 @@
-"""``pallas``: the rule by a Pallas kernel on TPUs; ``pallas-interpret``: the same kernel interpreted on a CPU.
+"""The backends ``pallas``, the rule by Pallas kernels on TPUs, and ``pallas-interpret``, the same kernels on a CPU.
 
 Importing this module does not import jax.
 """
@@ -43,7 +43,7 @@ def _by_xla(s: Signature, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 class Pallas(Backend):
-    """The rule by Pallas kernels."""
+    """Compute the rule by Pallas kernels."""
 
     name = "pallas"
     libraries = ("jax",)
@@ -59,17 +59,17 @@ class Pallas(Backend):
     elsewhere: tuple[str, str] | None = ("tpu", "xla")
 
     def __init__(self, stages: Any = None) -> None:
-        """``stages``: another module of the functions in ``kernels.plain.stages``, to test what a fault in one does."""
+        """``stages``: a replacement for ``kernels.plain.stages``, to test the effect of a fault in one of them."""
         self._stages = stages
 
     @cached_property
     def alone(self) -> Pallas:
-        """This backend without ``elsewhere``: what runs where it is asked for by name."""
+        """Return this backend without ``elsewhere``, for calls that ask for it by name."""
         return self if self.elsewhere is None else Alone(self._stages)
 
     @property
     def stages(self) -> Any:
-        """The functions that the kernel is made of."""
+        """Return the functions that the kernel is made of."""
         if self._stages is None:
             from .kernels.plain import stages
 
@@ -77,13 +77,13 @@ class Pallas(Backend):
         return self._stages
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here, or None. A TPU need not be here: a traced call may be compiled for one."""
+        """Return why it cannot run here, or None. A TPU is not required: a traced call may be compiled for one."""
         if importlib.util.find_spec("jax") is None:
             return "jax is not installed; `pip install 'portable-gdn[tpu]'` brings it."
         return None
 
     def not_here(self) -> str | None:
-        """Why no array of this process can be computed by it, though programs may be compiled for where it can."""
+        """Return why it can compute no array of this process, although programs may be compiled for another machine."""
         why = self.unavailable()
         if why is None:
             import jax
@@ -102,7 +102,7 @@ class Pallas(Backend):
         return _refuses(signature)
 
     def serves(self, signature: Signature) -> str:
-        """Which kernel a call gets, by which plan, and why not the other one; and which its gradients."""
+        """Say which kernel and plan compute a call and its gradients, and why the other kernel does not."""
         chip = target()
         if signature.update is not None:
             p = window_plan(signature, chip)
@@ -127,7 +127,7 @@ class Pallas(Backend):
         return Execution(s, target(), self._interpret(), self.stages, _by_xla, self.elsewhere is not None)
 
     def run(self, problem: Problem) -> Result:
-        """Compute; differentiable. With ``elsewhere``, XLA chooses for traced operands."""
+        """Compute a call, differentiably. With ``elsewhere``, the lowering chooses for traced operands."""
         from .calls import compute
 
         return Result(*compute(self._execution(problem.signature), problem.operands))
@@ -139,15 +139,16 @@ class Pallas(Backend):
         return _refuses_update(signature)
 
     def update(self, problem: Problem) -> UpdateResult:
-        """The outputs of an update, and its pool, which takes the memory of the one that was given."""
+        """Return the outputs of an update and its pool, which reuses the memory of the given one."""
         from .update import update
 
         return UpdateResult(*update(self._execution(problem.signature), *pool_apart(problem.operands)))
 
     def run_with_states(self, problem: Problem, every: int) -> tuple[Result, Any]:
-        """Compute, and the states after every so many tokens; at multiples of the kernel's chunks they fall out.
+        """Compute a call, and return also the states after every ``every`` tokens.
 
-        The kernel's chunks are those of the row, not of packed sequences, which ``xla`` computes.
+        At multiples of the kernel's chunks they cost nothing. These chunks are those of the row, not of packed
+        sequences, which ``xla`` computes.
         """
         from .calls import compute_with_states
 
@@ -158,7 +159,7 @@ class Pallas(Backend):
         return Result(*out), states
 
     def gradients(self, problem: Problem, cotangents: Mapping[str, Any]) -> tuple[Result, dict[str, Any]]:
-        """The result and the operands' cotangents, in one compiled program."""
+        """Return the result and the operands' cotangents, from one compiled program."""
         from .calls import compute_gradients
 
         s, x = problem
@@ -166,13 +167,13 @@ class Pallas(Backend):
         return Result(*result), found
 
     def probe(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
-        """The stages of every chunk, by name; see ``probing.probe``. For calls without packed sequences."""
+        """Return the stages of every chunk by name, for calls without packed sequences; see ``probing.probe``."""
         from .probing import probe
 
         return probe(self._execution(problem.signature), problem.operands)
 
     def rounding(self, signature: Signature) -> Rounding:
-        """What the kernels round; gradients of other variants are xla's, which rounds nothing on a CPU."""
+        """Return what the kernels round. Other variants have xla's gradients, which round nothing on a CPU."""
         kept, here = {"highest": HIGHEST, "default": DEFAULT, "fast": FAST}[signature.precision], target()
         names = (
             _FORWARD if signature.device == "cpu" and backward_plan(signature, here) is None else _FORWARD + _BACKWARD
@@ -185,13 +186,13 @@ class Pallas(Backend):
 
 
 class Alone(Pallas):
-    """The backend as a call gets it that names it: never another one, whatever the compiler compiles for."""
+    """The backend for a call that names it: it never falls back to another, whatever the compiler compiles for."""
 
     elsewhere = None
 
 
 class Interpreted(Pallas):
-    """The kernels by Pallas' interpreters, on whatever XLA runs on."""
+    """Run the kernels in Pallas' interpreters, on any platform of XLA."""
 
     name = "pallas-interpret"
     auto = False
@@ -209,11 +210,11 @@ class Interpreted(Pallas):
         return _refuses_update(signature)
 
     def not_here(self) -> str | None:
-        """Interpreters run wherever jax is."""
+        """Return None: interpreters run wherever jax does."""
         return self.unavailable()
 
     def emulating(self) -> Interpreted:
-        """Itself: its products round what the precision says on any device."""
+        """Return the backend itself: its products round as the precision says on any device."""
         return self
 
     def _interpret(self) -> Any:
@@ -228,7 +229,7 @@ class Interpreted(Pallas):
 
 
 def _refuses(s: Signature) -> str | None:
-    """Why the kernel cannot compute this call on the chip that it is for, or None."""
+    """Return why the kernel cannot compute this call on its chip, or None."""
     if s.step:
         return "its kernel is for whole sequences; 'xla' runs a step"
     if s.dtype == "float16":
@@ -259,7 +260,7 @@ def _refuses(s: Signature) -> str | None:
 
 
 def _refuses_update(s: Signature) -> str | None:
-    """Why the window kernel cannot compute this update on the chip that it is for, or None."""
+    """Return why the window kernel cannot compute this update on its chip, or None."""
     if s.symbolic:
         return "the numbers of tokens and rows of an update must be known when it is compiled"
     if s.state_layout != "kv":

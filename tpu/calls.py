@@ -1,4 +1,4 @@
-"""A whole call around the kernels: what lies before the rule, the kernel, the output's form, the gradient's rule."""
+"""A whole call around the kernels: the prologue, the kernel, the layout of the output, and the rule of its gradient."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ KEPT = "gated_delta_rule_kept"
 @partial(jax.jit, static_argnums=0)
 @own_settings
 def compute(e: Execution, operands: Operands) -> Outputs:
-    """o, states and convolution state of a call, in the caller's layout and dtypes."""
+    """Return o, the states and the convolution state of a call, in the caller's layout and dtypes."""
     return _call(e, _varying(e, operands))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 @own_settings
 def compute_with_states(e: Execution, every: int, operands: Operands) -> tuple[Outputs, Array]:
-    """What ``compute`` returns, and the states after every so many tokens, [B, T // every, ...]; rows are sequences."""
+    """Return what ``compute`` returns, and the states after every ``every`` tokens [B, T // every, ...] of each row."""
     operands = _varying(e, operands)
     if e.with_states is None or every % CHUNK:
         run = lambda problem: Result(*_call(e.of(problem.signature), problem.operands))  # noqa: E731
@@ -100,7 +100,7 @@ _with_states_every.defvjp(lambda *args: (_with_states_every(*args), args[-1]), _
 @partial(jax.jit, static_argnums=0)
 @own_settings
 def compute_gradients(e: Execution, operands: Operands, cotangents: Operands) -> tuple[Outputs, Operands]:
-    """What ``compute`` returns, and the cotangents of the float operands from those of "o" and "state"."""
+    """Return what ``compute`` returns, and the cotangents of the float operands from those of "o" and "state"."""
     run = lambda problem: Result(*_call(e, problem.operands))  # noqa: E731
     result, found = jax_arrays.gradients(run, Problem(e.signature, operands), cotangents)
     return tuple(result), found
@@ -114,7 +114,7 @@ def _call(e: Execution, operands: Operands) -> Outputs:
 
 @own_settings
 def _forward(e: Execution, operands: Operands) -> Any:
-    """The call, and what the backward pass needs beside the operands."""
+    """Compute the call, and the residuals that the backward pass needs in addition to the operands."""
     if e.training is None:
         return _call(e, operands), (operands, None)
     out, kept = _call_with_kept(e, operands)
@@ -137,7 +137,7 @@ _call.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
 def _call_with_kept(e: Execution, operands: Operands) -> tuple[Outputs, Operands]:
-    """The call, and what its chunks leave to the backward pass."""
+    """Compute the call, and what its chunks save for the backward pass."""
     assert e.training is not None
     p = e.training.forward
 
@@ -167,7 +167,7 @@ _call_with_kept.defvjp(lambda *args: (_call_with_kept(*args), args[-1]), _call_w
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @own_settings
 def _pull(e: Execution, operands: Operands, kept: Operands, cotangents: Outputs) -> Operands:
-    """Cotangents of the float operands."""
+    """Return the cotangents of the float operands."""
 
     def elsewhere(operands: Operands, kept: Operands, cotangents: Outputs) -> Operands:
         return _pull_other(e, operands, cotangents)
@@ -188,10 +188,10 @@ _pull.defvjp(lambda *args: (_pull(*args), (args[-3], args[-1])), _pull_backward)
 
 
 def _varying(e: Execution, operands: Operands) -> Operands:
-    """The operands as ``jax.shard_map`` wants them, alike in the axes that they vary over.
+    """Make all operands vary over the same axes of the mesh, as ``jax.shard_map`` requires.
 
     Raises:
-        GdnError: Pallas' interpreters compute nothing where ``shard_map`` keeps count of such axes.
+        GdnError: Pallas' interpreters do not work where ``shard_map`` tracks these axes.
     """
     if e.interpret is not False and axes_of(*operands.values()):
         raise GdnError(
@@ -226,9 +226,9 @@ def _by_kernel(e: Execution, operands: Operands) -> Outputs:
 def _before_norm(
     e: Execution, p: Pipeline | Plan, operands: Operands, probe: tuple[str, ...] = ()
 ) -> tuple[Outputs, Operands]:
-    """The call, without its output norm unless the kernel has it inside, and what it leaves to the backward pass.
+    """Compute the call up to its output norm, or with it if the kernel includes it, and what the backward pass needs.
 
-    A norm that comes behind reads an output of as many bits as the inputs have, unless products round nothing.
+    A norm after the kernel reads an output with the bits of the inputs, unless products round nothing.
     """
     s = e.signature
     if s.norm is not None and not _norms(p):
@@ -239,12 +239,12 @@ def _before_norm(
 
 
 def _norms(p: Pipeline | Plan) -> bool:
-    """Whether a kernel does the output norm itself."""
+    """Return whether a kernel computes the output norm itself."""
     return isinstance(p, Pipeline) and p.norm is not None
 
 
 def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
-    """q, k, v and the gates as the plain kernels take them."""
+    """Return q, k, v and the gates in the form that the plain kernels take."""
     # What the products would round anyway is rounded before it travels; v only where it is exact.
     keys = jnp.float32 if p.q_bytes == 4 else jnp.bfloat16
     values = jnp.float32 if p.v_bytes == 4 else jnp.bfloat16
@@ -254,7 +254,7 @@ def _rule_operands(s: Signature, p: Plan, x: Prepared) -> PlainOperands:
 
 
 def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str, ...] = ()) -> tuple[Outputs, Operands]:
-    """A call by the plain kernel, and by name what it shows of each chunk (``kernels.plain.forward.PROBED``)."""
+    """Compute a call by the plain kernel, and return what it shows of each chunk by name (``plain.forward.PROBED``)."""
     s = e.signature
     x, reached = separated(prepare(jnp, s, operands))
     S = varying_like(jnp.zeros((s.N, s.HV, s.K, s.V), jnp.float32), x.v) if x.S is None else x.S
@@ -270,7 +270,7 @@ def by_plain_kernel(e: Execution, p: Plan, operands: Operands, probe: tuple[str,
 
 
 def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotangents: Outputs) -> Operands:
-    """Cotangents of the operands: the rule's by the kernel, and through what lies before it as the specification's."""
+    """Return the operands' cotangents: of the rule by the kernel, of the prologue by the specification."""
     s, bounds = e.signature, operands.get("cu_seqlens")
     assert e.training is not None
     dO, dS, d_conv_state = cotangents
@@ -338,7 +338,7 @@ def _by_backward_kernel(e: Execution, operands: Operands, kept: Operands, cotang
 
 
 def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
-    """Which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
+    """Return which of q, k and v a backward kernel reads, and the dtypes in which it reads keys and values."""
     if isinstance(p, Reverse):
         return "qk", jnp.bfloat16, jnp.bfloat16
     of = {2: jnp.bfloat16, 4: jnp.float32}
@@ -346,8 +346,8 @@ def _rule_dtypes(p: Reverse | Plan) -> tuple[str, Any, Any]:
 
 
 def _gradient_dtypes(s: Signature) -> tuple[Any, Any]:
-    """Dtypes of the gradients of q and k, and of v, as they leave the kernel: the operands', unless something lies
-    before the rule."""
+    """Return the dtypes of the gradients of q and k, and of v, as the kernel writes them: those of the operands, unless
+    the call has a prologue."""
     operand = jnp.dtype(s.dtype)
     values = jnp.float32 if s.conv is not None else operand
     return (jnp.float32 if s.qk_l2norm else values), values

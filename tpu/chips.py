@@ -1,4 +1,4 @@
-"""What is known of each TPU, from one data file, and which one is compiled for."""
+"""The properties of each TPU, from one data file, and the TPU that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ VMEM_LIMIT = 48 << 20
 
 
 class Chip(NamedTuple):
-    """One TPU as a compiler sees it; figures are those of one core. ``chips.json`` names their sources.
+    """The properties of a TPU that a compiler needs, per core. ``chips.json`` names their sources.
 
-    device_kind, topology: libtpu's names of it and of the smallest slice that libtpu describes.
-    cores: TensorCores of one device; where there are two, "parallel" grid dimensions are split over them.
-    mxu_side, mxu_count, rows_per_cycle, push_cycles: its matrix units, and what a load of rows takes.
-    vmem_bytes; hbm_bytes_per_second and bf16_flops (a second); dma_granule_bytes, the unit of copies in a listing.
-    devices: of one chip; ici_links: of one chip to others; ici_bytes_per_second: what each carries in one direction.
+    Attributes:
+        device_kind, topology: libtpu's names for the device, and for the smallest slice that libtpu describes.
+        cores: TensorCores per device; if there are two, "parallel" grid dimensions are split over them.
+        mxu_side, mxu_count, rows_per_cycle, push_cycles: The matrix units, and the cycles to load rows into them.
+        vmem_bytes: The size of VMEM.
+        hbm_bytes_per_second, bf16_flops: The bandwidth of HBM, and the peak rate of products in bfloat16 per second.
+        dma_granule_bytes: The unit of copies in a listing.
+        devices: The devices per chip.
+        ici_links: The links from one chip to others.
+        ici_bytes_per_second: The bandwidth of each link in one direction.
     """
 
     name: str
@@ -43,17 +48,17 @@ class Chip(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Whether it gathers sublanes."""
+        """Whether the chip can gather sublanes."""
         return self.name != "v4"
 
     @property
     def vmem_limit(self) -> int:
-        """Bytes of VMEM that a grid step of the plain kernels may use; the rest is the compiler's."""
+        """The bytes of VMEM that a grid step of the plain kernels may use; the rest is left to the compiler."""
         return min(VMEM_LIMIT, self.vmem_bytes // 4 * 3)
 
     @property
     def clock_hz(self) -> float:
-        """Cycles a second, from the peak rate of the matrix units."""
+        """Cycles per second, derived from the peak rate of the matrix units."""
         return self.bf16_flops / (2 * self.mxu_count * self.mxu_side**2 * self.rows_per_cycle)
 
 
@@ -67,10 +72,10 @@ CHIPS = _read()
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of this name.
+    """Return the chip with this name.
 
     Raises:
-        GdnError: there is none.
+        GdnError: The name is unknown.
     """
     if name not in CHIPS:
         raise bad("chip", repr(name), f"be one of {', '.join(CHIPS)}")
@@ -82,10 +87,10 @@ COMMON = CHIPS["v6e"]
 
 
 def target() -> Chip:
-    """The TPU that this process, or the trace at hand, compiles for; a common one where that is no TPU.
+    """Return the TPU that this process or the current trace compiles for, or a common one if that is not a TPU.
 
     Raises:
-        GdnError: it is a TPU of which nothing is known here.
+        GdnError: It is a TPU that ``chips.json`` does not describe.
     """
     from jax.experimental.pallas import tpu as pltpu
 

@@ -1,5 +1,5 @@
-"""What lies behind the rule, for the backward pass: the cotangents of the output's norm and gate, by a kernel where it
-can, else as XLA derives them from the specification."""
+"""The backward pass of the output norm and gate: by a kernel if it supports the call, else derived by XLA from the
+specification."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Operands = dict[str, Array]
 def through_norm(
     s: Signature, chip: Chip, interpret: Any, operands: Operands, o: Array, dy: Array
 ) -> tuple[Array, Operands]:
-    """The cotangent of the rule's output [B, T, HV, V], and those of the norm's operands.
+    """Return the cotangent of the rule's output [B, T, HV, V], and those of the norm's operands.
 
     Args:
-        s: the call.
-        chip: the one that the kernel's plan is for.
-        interpret: as of ``Execution``.
-        operands: of the call.
-        o: what the norm read, in any shape that begins with [B, T].
-        dy: the cotangent of the normed output [B, T, HV, V].
+        s: The signature of the call.
+        chip: The chip for which the kernel is planned.
+        interpret: As in ``Execution``.
+        operands: The operands of the call.
+        o: The input of the norm, in any shape that begins with [B, T].
+        dy: The cotangent of the normalised output [B, T, HV, V].
     """
     plan = epilogue_plan(s, chip)
     if plan is None:
@@ -48,12 +48,12 @@ def through_norm(
 
 
 def norm_operands(s: Signature, operands: Operands, o: Array) -> NormOperands:
-    """What an output norm read, as kernels take it.
+    """Return the operands of an output norm in the form that kernels take.
 
     Args:
-        s: the call.
-        operands: of the call.
-        o: the rule's output, in any shape that begins with [B, T].
+        s: The signature of the call.
+        operands: The operands of the call.
+        o: The rule's output, in any shape that begins with [B, T].
     """
     weight = operands.get("norm_weight", jnp.ones(s.V)).astype(jnp.float32)
     z = jnp.reshape(operands["z"], (s.B, s.T, -1)) if s.has("z") else None
@@ -62,7 +62,7 @@ def norm_operands(s: Signature, operands: Operands, o: Array) -> NormOperands:
 
 
 def as_given(operands: Operands, dz: Array | None, d_weight: Array | None) -> Operands:
-    """The cotangents of a norm's operands in the shapes and dtypes of those that are given."""
+    """Return the cotangents of a norm's operands in the shapes and dtypes of the operands."""
     found = {"z": dz, "norm_weight": d_weight}
     return {
         name: jnp.reshape(a, operands[name].shape).astype(operands[name].dtype)

@@ -1,4 +1,4 @@
-"""How a call is computed on a TPU, resolved once: for which chip, in which mode, by which kernels and plans."""
+"""How a call is computed on a TPU: the chip, the mode, the kernels and their plans, resolved once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Other = Callable[[Signature, dict[str, Array]], Outputs]
 
 @dataclass(frozen=True)
 class Training:
-    """The plans of a call whose gradients kernels compute: of the forward pass, which keeps what the backward pass
-    needs, and of that."""
+    """The plans of a call whose gradients are computed by kernels: the forward pass, which saves what the backward pass
+    needs, and the backward pass."""
 
     forward: Pipeline | Plan
     backward: Reverse | Plan
@@ -38,16 +38,17 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """A call, and what computes it. Hashable, so that it can be the static argument of a compiled function.
+    """A call, and how it is computed. Hashable, so that it can be a static argument of a compiled function.
 
     Attributes:
-        signature: the call.
-        chip: the one that the plans are for.
+        signature: The signature of the call.
+        chip: The chip for which the plans are made.
         interpret: False (for a TPU), True or ``pltpu.InterpretParams``.
-        stages: the functions that plain kernels are made of; other ones than ``plain.stages`` test what a fault does.
-        other: what the lowering takes for anything but a TPU, and where XLA partitions the program, if ``choose``; and
-            what is differentiated for second derivatives, and where there is no backward kernel for the call.
-        choose: leave it to the lowering which of both to take, unless interpreted.
+        stages: The functions that plain kernels are made of; replacing ``plain.stages`` tests the effect of faults.
+        other: Another backend's function for the call. With ``choose``, the lowering uses it on platforms other than a
+            TPU, and where XLA partitions the program. It is also differentiated for second derivatives, and for calls
+            without a backward kernel.
+        choose: Whether the lowering chooses between the two, unless kernels are interpreted.
     """
 
     signature: Signature
@@ -72,22 +73,22 @@ class Execution:
 
     @property
     def own(self) -> bool:
-        """Whether the kernels are made of their own stages; only the plain ones can be made of others."""
+        """Whether the kernels are made of their own stages; only plain kernels can be made of others."""
         return self.stages is own_stages
 
     @cached_property
     def forward(self) -> Pipeline | Plan:
-        """The plan of the forward pass alone."""
+        """The plan of the forward pass without residuals."""
         return self._pipeline() or plan(self.signature, self.chip)
 
     @cached_property
     def with_states(self) -> Pipeline | None:
-        """The plan of a forward pass that keeps the state before each chunk, if the pipelined kernel does that."""
+        """The plan of a forward pass that saves the state before each chunk, if the pipelined kernel supports it."""
         return self._pipeline(("S",))
 
     @cached_property
     def training(self) -> Training | None:
-        """The plans of both passes, or None where ``other`` computes the gradients."""
+        """The plans of both passes, or None if ``other`` computes the gradients."""
         s = self.signature
         pair = reverse_plan(s, self.chip) if self.own else None
         if pair is not None:
@@ -105,5 +106,5 @@ class Execution:
         return pipeline(self.signature, self.chip, keeps) if self.own else None
 
     def of(self, signature: Signature) -> Execution:
-        """The execution of another call by the same chip and mode."""
+        """Return the execution of another call for the same chip and mode."""
         return replace(self, signature=signature)

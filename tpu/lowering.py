@@ -1,8 +1,8 @@
-"""The choice between a kernel and another backend's program, made when XLA's program is built.
+"""Choose between a kernel and another backend's program when XLA's program is built.
 
-Two things are known there and not before: the platform, and whether XLA is to partition the program over several
-devices by itself. It cannot partition a TPU kernel, which jax therefore refuses to lower; another backend's operations
-it can.
+Only then is it known for which platform the program is, and whether XLA will partition it over several devices by
+itself. XLA cannot partition a TPU kernel, which jax therefore refuses to lower; it can partition another backend's
+operations.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _chosen.is_high = lambda *args, **params: False  # type: ignore[method-assign]
 
 
 def kernel_or_else(kernel: Callable[..., Any], elsewhere: Callable[..., Any] | None, *args: Any) -> Any:
-    """What one of two functions returns for ``args``; the lowering chooses which.
+    """Return the result of one of two functions for ``args``; the lowering chooses which.
 
-    The kernel is taken for a TPU, where each device runs a whole program of its own: on one device, or inside a
-    ``jax.shard_map`` over every axis of the mesh. Where XLA partitions the program the other one is taken there, and a
-    warning tells so; and it is taken for every other platform.
+    The kernel is used on a TPU if each device runs a whole program of its own: on one device, or inside a
+    ``jax.shard_map`` over every axis of the mesh. If XLA partitions a program for TPUs, ``elsewhere`` is used and a
+    warning says so. It is also used on every other platform.
 
     Args:
-        kernel: of pytrees of arrays.
-        elsewhere: the same computation without the kernel, of the same output shapes and dtypes; None leaves
-            everything to the kernel, and lowering raises a GdnError where it cannot be partitioned.
-        args: pytrees of arrays.
+        kernel: A function of pytrees of arrays.
+        elsewhere: The same computation without the kernel, with the same output shapes and dtypes. If it is None, the
+            kernel is always used, and lowering raises a GdnError where XLA would have to partition it.
+        args: Pytrees of arrays.
     """
     flat, tree = jax.tree.flatten(args)
     inside, shapes = jax.make_jaxpr(_of_leaves(kernel, tree), return_shape=True)(*flat)
@@ -100,10 +100,10 @@ def _lower_for_tpu(ctx: Any, *args: Any, kernel: ClosedJaxpr, elsewhere: ClosedJ
 
 
 def _partitioned(context: Any) -> bool:
-    """Whether XLA partitions the program: jax asks the same before it lowers a TPU kernel, and then raises.
+    """Return whether XLA partitions the program; jax makes the same check before it lowers a TPU kernel, and raises.
 
-    Its contexts have no public names. That of ``shard_map`` knows which axes of the mesh are manual, that of ``jit``
-    how many devices there are, and that of ``pmap`` makes every device's program one of its own.
+    jax's axis contexts have no public names. That of ``shard_map`` knows which axes of the mesh are manual, that of
+    ``jit`` knows the number of devices, and under ``pmap`` each device has its own program.
     """
     mesh = getattr(context, "mesh", None)
     if mesh is not None:

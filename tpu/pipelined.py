@@ -1,4 +1,4 @@
-"""A call by the pipelined kernel: its operands from the caller's, and the convolution's state, which XLA gathers."""
+"""Compute a call by the pipelined kernel: prepare its operands, and gather the convolution's state by XLA."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Array = Any
 
 
 def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) -> tuple[Outputs, dict[str, Array]]:
-    """Outputs, and what the plan keeps of each chunk; chunks of all rows [chunks, HV, ..], as tables have
-    them, unless these are of whole grid steps.
+    """Return the outputs, and what the plan saves for each chunk.
 
-    Everything is in the kernel, and outside are reshapes; with a mask or segments the specification's prologue comes
-    first.
+    Saved arrays hold the chunks of all rows, [chunks, HV, ...], in the order of the tables, unless they hold whole grid
+    steps. The kernel computes everything and only reshapes are outside; with a mask or segments, the specification's
+    prologue comes first.
     """
     conv_state = prologue = reached = None
     channels = {"q": 0, "k": s.H * s.K, "v": 2 * s.H * s.K}  # where each begins in one array of them all
@@ -96,7 +96,7 @@ def by_pipeline(s: Signature, p: Pipeline, interpret: Any, x: dict[str, Array]) 
 
 
 def _gate_of_output(flat: Callable[[Array], Array], x: dict[str, Array]) -> Array | None:
-    """z [B, T, HV V], in a dtype that a TPU loads."""
+    """Return z [B, T, HV V] in a dtype that a TPU can load."""
     if "z" not in x:
         return None
     z = flat(x["z"])
@@ -106,13 +106,13 @@ def _gate_of_output(flat: Callable[[Array], Array], x: dict[str, Array]) -> Arra
 def _gate_operands(
     s: Signature, p: Pipeline, g: Array, b: Array | None, w: Array | None, x: dict[str, Array]
 ) -> GateOperands:
-    """As the pipeline takes them, decays repeated where a call gives fewer."""
+    """Return the gates in the form that the pipeline takes, with decays repeated if the call has fewer."""
     HV = s.HV
     row = lambda a: jnp.reshape(a, (s.B, s.T, -1))  # noqa: E731
     A_log, dt_bias = (jnp.ravel(x.get(name, jnp.zeros(HV))).astype(jnp.float32) for name in ("A_log", "dt_bias"))
 
     def widened(a: Array) -> Array:
-        """[.., HV n] to as many decays as the kernel has."""
+        """Repeat decays [.., HV n] to the number that the kernel has."""
         return jnp.repeat(a, HV * p.widths.decay // a.shape[-1], axis=-1)
 
     parameters = None

@@ -1,7 +1,7 @@
-"""Rows of several segments (``segment_ids``) for kernels that know sequences only: a segment begins with a reset.
+"""Compute rows of several segments (``segment_ids``) with kernels that support only sequences: reset at each segment.
 
-A gate of -inf at its first token leaves nothing of the state before, exactly, and stages do not change by a bit
-(``spec.stages.decay``). What is not finite stays in its own segment (``spec.jax_isolation``).
+A gate of -inf at a segment's first token erases the state before it exactly, and does not change a bit of any stage
+(``spec.stages.decay``). Non-finite values stay in their own segment (``spec.jax_isolation``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Array = Any
 
 
 def separated(x: Prepared) -> tuple[Prepared, Array | None]:
-    """The operands with a reset where a segment begins, and the tokens [B, T] that something not finite reaches.
+    """Return the operands with a reset where each segment begins, and the tokens [B, T] that non-finite values reach.
 
-    Without segments x as it is, and None.
+    Without segments, return x and None.
     """
     if x.starts is None:
         return x, None
@@ -34,12 +34,12 @@ def separated(x: Prepared) -> tuple[Prepared, Array | None]:
 
 
 def marked(o: Array, S: Array, reached: Array | None) -> tuple[Array, Array]:
-    """Output and final states, NaN where what is not finite would have come."""
+    """Return the output and final states with NaN wherever non-finite values would have propagated."""
     return (o, S) if reached is None else isolation.mark(o, S, reached)
 
 
 def where_sequences_are(s: Signature, bounds: Array | None, x: Array) -> Array:
-    """Zeros behind the last of boundaries that nobody could check: no chunk has been there."""
+    """Set tokens after the last boundary to zero if boundaries were not checked: no chunk computes them."""
     if bounds is None:
         return x
     there = jnp.arange(s.T) < jnp.asarray(bounds)[-1]

@@ -1,8 +1,8 @@
-"""A slice of TPU chips, where its devices lie, and how long a collective of them takes over the links between chips.
+"""A slice of TPU chips: the positions of its devices, and a prediction of how long a collective takes.
 
-A model of bandwidth: each message goes along one axis of the torus after the other, the shorter way round, and the link
-with most to carry decides; a hop adds its latency. What two devices of one chip send each other is not counted. No jax
-here.
+The prediction models bandwidth. Each message travels along one axis of the torus after the other, in the shorter
+direction, and the busiest link determines the time; each hop adds its latency. Messages between two devices of one chip
+are not counted. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Place = tuple[int, ...]
 
 
 class Slice(NamedTuple):
-    """So many chips along each axis."""
+    """A slice with a number of chips along each axis."""
 
     chip: Chip
     shape: Place
 
     @property
     def topology(self) -> str:
-        """libtpu's name of it."""
+        """libtpu's name of the slice."""
         return f"{self.chip.topology.partition(':')[0]}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
-        """Devices of all chips."""
+        """The number of devices of all chips."""
         return math.prod(self.shape) * self.chip.devices
 
     def place(self, device: int) -> Place:
-        """The chip of a device: one device after the other is on the same chip or on a neighbour."""
+        """Return the chip of a device; consecutive devices are on the same chip or on neighbours."""
         number, place = device // self.chip.devices, []
         for size in self.shape:
             turn, number = number % size, number // size
@@ -50,7 +50,7 @@ class Slice(NamedTuple):
         return tuple(place)
 
     def order(self, places: Sequence[tuple[Sequence[int], int]]) -> list[int]:
-        """Numbers of devices in the order of ``place``, from where each lies: its chip, and which one it is of that."""
+        """Return the devices' numbers in the order of ``place``, given each device's chip and its number there."""
         wanted = {self.place(d * self.chip.devices): d for d in range(math.prod(self.shape))}
         rank = [wanted[tuple(chip[: len(self.shape)])] * self.chip.devices + core for chip, core in places]
         return sorted(range(len(rank)), key=rank.__getitem__)
@@ -60,7 +60,7 @@ class Slice(NamedTuple):
         return size >= _RING[len(self.shape)] and size % _RING[len(self.shape)] == 0
 
     def _way(self, a: Place, b: Place) -> Iterator[tuple[Place, int, int]]:
-        """The links from one chip to another: each the chip that it leaves, the axis and the direction."""
+        """Yield the links from one chip to another: the chip that each leaves, the axis and the direction."""
         at = list(a)
         for axis, size in enumerate(self.shape):
             ahead = (b[axis] - at[axis]) % size
@@ -71,7 +71,7 @@ class Slice(NamedTuple):
                 at[axis] = (at[axis] + step) % size
 
     def _sent(self, messages: Sequence[tuple[int, int]], size: float) -> float:
-        """Seconds of messages of so many bytes, all at once."""
+        """Return the seconds that simultaneous messages of the given sizes take."""
         loads: Counter[tuple[Place, int, int]] = Counter()
         hops = 0
         for a, b in messages:
@@ -81,9 +81,9 @@ class Slice(NamedTuple):
         return max(loads.values(), default=0) * size / self.chip.ici_bytes_per_second + hops * HOP_SECONDS
 
     def _gathered(self, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds in which each member of a group gets the parts of all others, whose whole is so many bytes.
+        """Return the seconds in which each member of a group receives the parts of all others, ``size`` bytes in total.
 
-        The chip with the fewest links along the axes over which its group lies decides: of a line's end, one of them.
+        The chip with the fewest links along the group's axes determines the time; a chip at the end of a line has one.
         """
         worst, hops = 0.0, 0
         for group in groups:
@@ -99,7 +99,7 @@ class Slice(NamedTuple):
         return worst / self.chip.ici_bytes_per_second + hops * HOP_SECONDS
 
     def seconds(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> float:
-        """Seconds of one collective.
+        """Return the seconds that one collective takes.
 
         Args:
             kind: "all-to-all", "collective-permute", "all-gather", "reduce-scatter" or "all-reduce".
@@ -116,10 +116,10 @@ class Slice(NamedTuple):
 
 
 def slice_of(chip: Chip, chips: int) -> Slice:
-    """The usual slice of so many chips: as square, or as cubic, as a power of two can be.
+    """Return the usual slice with this number of chips: as close to a square or a cube as a power of two allows.
 
     Raises:
-        GdnError: the number is none that such a slice has.
+        GdnError: No such slice has this number of chips.
     """
     if chips < 1 or chips & (chips - 1):
         raise bad("chips", chips, "be 1, 2, 4 or another power of two")
