@@ -1,4 +1,4 @@
-"""``schedule``: what a function of JAX arrays will do on a TPU, told by the TPU's own compiler on a CPU."""
+"""``schedule``: report how a function of JAX arrays will run on a TPU, by the TPU's own compiler running on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["expected_wait", "missing", "schedule", "schedules"]
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled for a TPU here, as a sentence, or None."""
+    """Return a sentence that says why nothing can be compiled for a TPU here, or None."""
     for module, extra in (("jax", "jax"), ("libtpu", "the TPU's compiler"), ("flatbuffers", "jax.export's format")):
         if importlib.util.find_spec(module) is None:
             return (
@@ -45,10 +45,10 @@ PROMPT = (0, 0, 50)
 
 
 def expected_wait(chips: Sequence[str]) -> str | None:
-    """What to expect where compiling for these chips takes long, as a sentence, or None.
+    """Return a sentence about the wait if compiling for these chips takes long, or None.
 
-    To write listings libtpu packs the bundles several times more. For a v7x version 0.0.42 looks, at each instruction
-    then, through the bundles before it: 130 s for a kernel that is compiled in 14; version 0.0.50 takes 6.
+    To write listings, libtpu packs the bundles several more times. For a v7x, version 0.0.42 then searches the earlier
+    bundles at each instruction: 130 s for a kernel that compiles in 14 s; version 0.0.50 takes 6 s.
     """
     version = metadata.version("libtpu") if importlib.util.find_spec("libtpu") is not None else ""
     if "v7x" not in chips or tuple(int(n) for n in re.findall(r"\d+", version)[:3]) >= PROMPT:
@@ -60,27 +60,27 @@ def expected_wait(chips: Sequence[str]) -> str | None:
 def schedule(
     function: Callable[..., Any], *args: Any, chip: str = "v6e", use_cache: bool = True, timeout: float = 600.0
 ) -> Schedule:
-    """Compile a function for a TPU, without one, and report what the compiler's schedule says.
+    """Compile a function for a TPU, without one, and report the compiler's schedule.
 
     Args:
-        function: of JAX arrays; Pallas kernels in it or not, jitted or not. It is traced in this process. Arguments
-            that ``jax.jit`` was told to donate are.
-        args: one ``jax.ShapeDtypeStruct``, array or tree of them for each of its arguments. Of arrays only the shape
-            counts, but for integers: where a kernel reads its argument as scalars (``PrefetchScalarGridSpec``) and its
-            course depends on them, their values make the report exact. Where shapes have a ``NamedSharding`` on a mesh
-            of several devices (``scheduling.compile.chip_mesh``), the program is compiled for a slice of them, and the
-            report is that of one device.
+        function: A function of JAX arrays, jitted or not, with or without Pallas kernels. It is traced in this process.
+            Arguments that ``jax.jit`` was told to donate are donated.
+        args: A ``jax.ShapeDtypeStruct``, an array, or a tree of them for each of its arguments. Only the shapes of
+            arrays matter, except for integers: if a kernel reads an argument as scalars (``PrefetchScalarGridSpec``)
+            and its control flow depends on them, their values make the report exact. If shapes have a ``NamedSharding``
+            on a mesh of several devices (``scheduling.compile.chip_mesh``), the program is compiled for a slice, and
+            the report describes one device.
         chip: "v4", "v5e", "v5p", "v6e" or "v7x".
-        use_cache: look for the report among earlier ones, and keep it (in the user's cache folder, or where
-            PORTABLE_GDN_CACHE says).
-        timeout: seconds for the compiler.
+        use_cache: Whether to reuse a stored report and to store a new one, in the user's cache folder or the folder in
+            PORTABLE_GDN_CACHE.
+        timeout: The seconds that the compiler may take.
 
     Returns:
         The report; ``print`` it, or read its fields (cycles of each kernel, use of each unit, spills, memory traffic).
 
     Raises:
-        GdnError: no such chip; jax or libtpu is missing; the function cannot be lowered; the compiler refuses a kernel,
-            in its own words; it takes longer than ``timeout``.
+        GdnError: The chip is unknown, jax or libtpu is missing, the function cannot be lowered, the compiler refuses a
+            kernel (its words are quoted), or it takes longer than ``timeout``.
     """
     (report,) = schedules(function, *args, chips=[chip], use_cache=use_cache, timeout=timeout)
     if isinstance(report, GdnError):
@@ -96,13 +96,15 @@ def schedules(
     timeout: float = 600.0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Schedule | GdnError]:
-    """``schedule`` for several chips, their compilers beside each other.
+    """Do what ``schedule`` does for several chips, with their compilers in parallel.
 
     Args:
-        chips: names; progress: called with a chip's name, how many are done and of how many.
+        function, args, use_cache, timeout: As in ``schedule``.
+        chips: The names of the chips.
+        progress: Called with a chip's name, the number of chips done, and their total.
 
     Returns:
-        For each chip its report, or the error that ``schedule`` would raise, if only the compiler is at fault.
+        For each chip its report, or the error that ``schedule`` would raise if the compiler fails for this chip.
     """
     why = missing()
     if why is not None:
@@ -137,7 +139,7 @@ def schedules(
 
 
 class _Job(NamedTuple):
-    """A module for a chip, and the key of its report."""
+    """A module to compile for a chip, and the key of its report."""
 
     chip: str
     lowered: Lowered
@@ -161,7 +163,7 @@ class _Job(NamedTuple):
 
 
 class _Running:
-    """A compiler at work in a folder that goes with it, whatever happens."""
+    """A running compiler and its temporary folder, which is removed with it in any case."""
 
     def __init__(self, job: _Job, timeout: float) -> None:
         self.job = job
@@ -198,11 +200,11 @@ class _Running:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ended(self) -> bool:
-        """Whether it has come to an end, or its time has."""
+        """Return whether the compiler has ended, or its time is over."""
         return self.process.poll() is not None or time.monotonic() - self.started > self.timeout
 
     def result(self) -> Schedule | GdnError:
-        """The report of this program, or what is wrong with it."""
+        """Return the report of this program, or the error."""
         try:
             return self._result()
         finally:
@@ -231,7 +233,7 @@ def _last(words: str) -> str:
 
 
 def _cause(words: str, lowered: Lowered) -> str:
-    """The compiler's sentences without its traces, the kernel's name, and for memory how much and which blocks."""
+    """Return the compiler's message without traces, with the kernel's name; for memory, the amount and the blocks."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     stop = next((i for i, line in enumerate(lines) if re.match(r"(The MLIR|=====|Traceback|-{5})", line)), len(lines))
     text = " ".join(lines[: max(1, min(stop, 8))])
@@ -244,7 +246,7 @@ def _cause(words: str, lowered: Lowered) -> str:
 
 
 def _over(text: str, calls: list[Call]) -> str | None:
-    """How much memory is wanted, and the blocks that want it: the compiler has three ways to say so."""
+    """Return how much memory is needed and by which blocks, from any of the compiler's three forms of this message."""
     scoped = re.search(r"[Uu]sed ([\d.]+\w+) of ([\d.]+\w+)", text) or re.search(
         r"size ([\d.]+\w+) and limit ([\d.]+\w+) exceeded", text
     )

@@ -3,7 +3,8 @@
     environment(os.environ)          # before jax is imported
     compiled = compile_for(chip_named("v6e"), function, *shapes)
 
-A kernel that the compiler cannot take may end the process instead of raising: callers that must go on use a child.
+A kernel that the compiler cannot compile may end the process instead of raising. Callers that must survive this use a
+child process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["chip_mesh", "compile_for", "compile_on", "environment", "on", "slice
 
 
 def environment(env: MutableMapping[str, str]) -> None:
-    """Set what keeps libtpu from looking for a TPU around it, and from taking it for itself alone."""
+    """Set the variables that keep libtpu from looking for a TPU, and from reserving one for itself."""
     env.update(
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # else two compilers at a time fail at a lock
         JAX_PLATFORMS="cpu",
@@ -32,12 +33,13 @@ def environment(env: MutableMapping[str, str]) -> None:
 
 
 def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any, donated: Sequence[int] = ()) -> Any:
-    """The executable of ``function`` for one device of a chip.
+    """Compile ``function`` for one device of a chip and return the executable.
 
     Args:
-        function: of JAX arrays, traced here.
-        shapes: ``jax.ShapeDtypeStruct`` or trees of them, one an argument. donated: numbers of arguments whose memory
-            results may take.
+        chip: The chip.
+        function: A function of JAX arrays, which is traced here.
+        shapes: A ``jax.ShapeDtypeStruct`` or a tree of them for each argument.
+        donated: The numbers of the arguments whose memory results may reuse.
     """
     import jax
     from jax.experimental import topologies
@@ -55,24 +57,24 @@ def compile_for(chip: Chip, function: Callable[..., Any], *shapes: Any, donated:
 
 
 def slice_for(chip: Chip, mesh: Mapping[str, int]) -> Slice:
-    """The slice whose devices a mesh with these axes has.
+    """Return the slice whose number of devices is that of a mesh with these axes.
 
     Raises:
-        GdnError: there is none.
+        GdnError: There is no such slice.
     """
     return slice_of(chip, -(-math.prod(mesh.values()) // chip.devices))
 
 
 def compile_on(chip: Chip, mesh: Mapping[str, int], exported: Any) -> Any:
-    """The executable of an exported function for all devices of a mesh.
+    """Compile an exported function for all devices of a mesh and return the executable.
 
     Args:
-        chip: of each device.
-        mesh: names and sizes of the axes of the mesh that it was exported for.
-        exported: a ``jax.export.Exported``.
+        chip: The chip that the devices belong to.
+        mesh: The names and sizes of the axes of the mesh for which the function was exported.
+        exported: A ``jax.export.Exported``.
 
     Raises:
-        GdnError: no slice has so many devices.
+        GdnError: No slice has this number of devices.
     """
     import jax
     import numpy as np
@@ -94,10 +96,10 @@ def compile_on(chip: Chip, mesh: Mapping[str, int], exported: Any) -> Any:
 
 
 def chip_mesh(chip: Chip, chips: int, name: str = "devices") -> Any:
-    """A mesh of all devices of so many chips along one axis, to lower for: a ``jax.sharding.AbstractMesh``.
+    """Return a ``jax.sharding.AbstractMesh`` of all devices of a number of chips along one axis, to lower programs for.
 
     Raises:
-        GdnError: no slice has so many chips.
+        GdnError: No slice has this number of chips.
     """
     from jax._src import mesh
     from jax.sharding import AbstractMesh, AxisType
@@ -108,7 +110,7 @@ def chip_mesh(chip: Chip, chips: int, name: str = "devices") -> Any:
 
 
 def on(chip: Chip) -> AbstractContextManager[Any]:
-    """A context in which kernels that ask which TPU they are traced for are told this one."""
+    """Return a context in which kernels are traced for this chip."""
     from jax._src import mesh  # a device of a kind has no public home yet
     from jax.sharding import AbstractMesh, use_abstract_mesh
 

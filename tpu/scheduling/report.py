@@ -1,4 +1,4 @@
-"""What a compiled program will do on a chip: the records, their sums, and how they read. No jax here."""
+"""The report of a compiled program: records, their sums, and their text. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ PARTS = ("MXU", "XLU", "vector", "load/store", "spill", "scalar", "waiting")
 class LoopReport(NamedTuple):
     """A loop of the code.
 
-    level: 1 is outermost; for a Pallas kernel that is the grid.
-    turns: in one run of the operation; None where the listing does not tell, and then cycles are those of one turn.
-    bundles: in its code; cycles: of all its turns, inner loops included; parts: the same cycles by ``PARTS``.
+    Attributes:
+        level: 1 is the outermost loop, which is the grid of a Pallas kernel.
+        turns: The iterations in one run of the operation. If the listing does not show it, this is None and cycles are
+            those of one iteration.
+        bundles: The bundles of its code.
+        cycles: The cycles of all iterations, including inner loops.
+        parts: The same cycles by ``PARTS``.
     """
 
     level: int
@@ -31,27 +35,31 @@ class LoopReport(NamedTuple):
 
 
 class OperationReport(NamedTuple):
-    """One operation of a compiled program: a Pallas kernel, or what XLA made beside it. Figures are of one run on one
-    core.
+    """One operation of a compiled program: a Pallas kernel or an operation of XLA. Figures are for one run on one core.
 
-    name, opcode, source: the module's name, XLA's operation, and the operation of the traced program.
-    kernel: whether it is a Pallas kernel.
-    times: how often the program runs it; None where that depends on values.
-    cycles: None where a loop's turns are unknown; least_cycles: without what may not run.
-    grid: of the Pallas call; grid_steps: its steps, on this core; steps: those of them that run most of the code, where
-    a kernel passes others over; bundles_per_step: cycles of a full step.
-    code_bundles: in the whole listing.
-    units: cycles that each unit would need if it never waited, spills apart.
-    parts: cycles by ``PARTS``.
-    spills, fills: vector registers stored and loaded again, in one step (in the whole run where there are no steps).
-    critical_path: longest chain of dependences in a step, before registers are given out.
-    stages: bundles of the code at four points of the compiler, and empty ones among them.
-    vmem_bytes: VMEM that it was given; resident_bytes: a kernel's operands and results that XLA keeps in VMEM beside
-    that.
-    hbm_bytes: what its own copies move, and beside_bytes: what XLA moves between HBM and VMEM for it by copies that run
-    beside other operations; across_bytes: those of them that run beside the program before this one.
-    notes: what a reader must know to trust the figures.
-    timeline: for each unit the share of its slots that is taken, in equal parts of a full step (``picture`` draws it).
+    Attributes:
+        name, opcode, source: The name in the module, XLA's operation, and the operation of the traced program.
+        kernel: Whether it is a Pallas kernel.
+        times: The number of times that the program runs it; None if this depends on values.
+        cycles: The cycles of one run; None if the iterations of a loop are unknown.
+        least_cycles: The cycles without code that may not run.
+        grid: The grid of the Pallas call.
+        grid_steps: The number of its steps on this core.
+        steps: The number of steps that run most of the code, if a kernel skips others.
+        bundles_per_step: The cycles of a full step.
+        code_bundles: The bundles of the whole listing.
+        units: The cycles that each unit would need if it never waited, without spills.
+        parts: The cycles by ``PARTS``.
+        spills, fills: Vector registers stored and loaded again per step (per run if there are no steps).
+        critical_path: The longest chain of dependences in a step, before register allocation.
+        stages: The bundles of the code at four points of the compiler, and the empty ones among them.
+        vmem_bytes: The VMEM that it was given.
+        resident_bytes: The operands and results of a kernel that XLA keeps in VMEM in addition.
+        hbm_bytes: The bytes that its own copies move.
+        beside_bytes: The bytes that XLA moves between HBM and VMEM for it, by copies that overlap other operations.
+        across_bytes: Those of ``beside_bytes`` that are moved while the previous program still runs.
+        notes: What a reader must know to trust the figures.
+        timeline: The share of each unit's slots in use, in equal parts of a full step (``picture`` draws it).
     """
 
     name: str
@@ -83,24 +91,24 @@ class OperationReport(NamedTuple):
 
     @property
     def busiest(self) -> tuple[str, float]:
-        """The unit with most to do, and its cycles."""
+        """The busiest unit, and its cycles."""
         return max(self.units.items(), key=lambda item: item[1], default=("", 0.0))
 
     def compute_seconds(self, chip: Chip) -> float | None:
-        """Time of its bundles."""
+        """The time of its bundles, in seconds."""
         return None if self.cycles is None else self.cycles / chip.clock_hz
 
     def memory_seconds(self, chip: Chip) -> float | None:
-        """Time of its HBM traffic at the chip's bandwidth."""
+        """The time of its HBM traffic at the chip's bandwidth, in seconds."""
         return None if self.hbm_bytes is None else self.hbm_bytes / chip.hbm_bytes_per_second
 
     def seconds(self, chip: Chip) -> float | None:
-        """The longer of both: copies run beside the code."""
+        """The longer of the two times, because copies overlap the code."""
         times = (self.compute_seconds(chip), self.memory_seconds(chip))
         return None if None in times else max(times)  # type: ignore[type-var]
 
     def floor_seconds(self, chip: Chip) -> float | None:
-        """What no order of the same work can beat: the busiest unit alone, or the traffic."""
+        """A lower bound for any schedule of the same work: the busiest unit or the traffic, whichever takes longer."""
         memory = self.memory_seconds(chip)
         return None if memory is None or self.cycles is None else max(memory, self.busiest[1] / chip.clock_hz)
 
@@ -112,7 +120,7 @@ class OperationReport(NamedTuple):
         return "memory" if memory > compute else "compute"
 
     def as_dict(self, chip: Chip) -> dict[str, Any]:
-        """For JSON: every field, and what follows from them on a chip."""
+        """Return every field, and the figures that follow from them on a chip, for JSON."""
         cycles = self.cycles or 0
         return {
             **self._asdict(),
@@ -130,10 +138,13 @@ class OperationReport(NamedTuple):
 class Schedule(NamedTuple):
     """A program compiled for a chip, as the compiler scheduled it. ``str()`` of it is the report.
 
-    kernels: the Pallas kernels; others: what XLA runs around them. Of a program for many devices, those of one device.
-    collectives: what the devices send each other, and chips: how many of them lie along each axis; () for one device.
-    memory: bytes of HBM for arguments, results and temporaries, and those of donated arguments that results take;
-    versions: of jax and libtpu.
+    Attributes:
+        kernels: The Pallas kernels; for a program on several devices, those of one device.
+        others: The operations that XLA runs around them, likewise.
+        collectives: The collectives between devices.
+        chips: The number of chips along each axis of the slice; () for one device.
+        memory: The bytes of HBM for arguments, results and temporaries, and of donated arguments that results reuse.
+        versions: The versions of jax and libtpu.
     """
 
     chip: str
@@ -157,7 +168,7 @@ class Schedule(NamedTuple):
 
     @property
     def collective_bytes(self) -> float | None:
-        """Bytes of all collectives' arrays, of one device."""
+        """The bytes of all collectives' arrays on one device."""
         return _sum(_times(c.times, c.bytes) for c in self.collectives)
 
     @property
@@ -184,12 +195,12 @@ class Schedule(NamedTuple):
 
     @property
     def floor_seconds(self) -> float | None:
-        """Sum of the kernels' floors."""
+        """The sum of the kernels' floors."""
         chip = chip_named(self.chip)
         return _sum(_times(k.times, k.floor_seconds(chip)) for k in self.kernels)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         chip, where = chip_named(self.chip), self.where
         return {
             "chip": self.chip,
@@ -211,7 +222,7 @@ class Schedule(NamedTuple):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` takes."""
+        """Return the text that ``from_json`` reads."""
         return {
             **self._asdict(),
             **{
@@ -223,10 +234,10 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Schedule:
-        """The schedule that ``to_json`` was called of.
+        """Return the schedule whose ``to_json`` wrote this text.
 
         Raises:
-            KeyError, TypeError: it was not.
+            KeyError, TypeError: ``to_json`` did not write it.
         """
         groups = {name: tuple(map(_operation, fields[name])) for name in ("kernels", "others")}
         return cls(
@@ -322,13 +333,13 @@ def _size(n: float | None) -> str:
 
 
 def _traffic(operations: tuple[OperationReport, ...], chip: Chip) -> str:
-    """Bytes of all, and the time that they take."""
+    """Return the bytes of all memory traffic, and the time that it takes."""
     moved = _sum(_times(k.times, k.hbm_bytes) for k in operations)
     return _size(moved) + ("" if moved is None else f", {_time(moved / chip.hbm_bytes_per_second)}")
 
 
 def _both(k: OperationReport, chip: Chip) -> str:
-    """What its code and its traffic take, and which of them binds it."""
+    """Say how long the code and the traffic take, and which of the two is the limit."""
     code = _time(k.compute_seconds(chip)) if k.cycles is not None else "unknown time"
     return f"code {_cycles(k.cycles)} ({code}), traffic {_time(k.memory_seconds(chip))}: " + (
         "bound by neither for certain" if k.bound(chip) == "unknown" else f"bound by {k.bound(chip)}"
@@ -336,12 +347,12 @@ def _both(k: OperationReport, chip: Chip) -> str:
 
 
 def _busy(k: OperationReport) -> str:
-    """Units and the share of cycles in which each is at work."""
+    """List the units and the share of cycles in which each is busy."""
     return ", ".join(f"{u} {100 * c / k.cycles:.0f} %" for u, c in k.units.items() if c) if k.cycles else ""
 
 
 def _beside(k: OperationReport) -> str:
-    """What of its traffic others move for it."""
+    """Say which part of an operation's traffic is moved by copies that overlap other operations."""
     if not k.beside_bytes:
         return ""
     own = k.beside_bytes - k.across_bytes
