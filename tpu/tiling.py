@@ -1,8 +1,8 @@
 """How many heads share a grid step of the pipelined kernel: from a table of schedules that were compiled.
 
-``tiling.json`` beside this file holds, for chips, precisions and head dims, the cycles of the kernel with so many value
-heads a step at most; ``benchmarks/tpu_tiling.py`` compiles them anew. A call takes what was best at the nearest entry,
-and fewer heads where its own do not divide so or VMEM does not hold them. No jax here.
+For each chip, precision and pair of head dims, ``tiling.json`` holds the cycles of the kernel with at most a given number
+of value heads per step; ``benchmarks/tpu_tiling.py`` compiles these figures again. A call uses what was best at the
+nearest entry, and fewer heads if its number of heads is not divisible by it or VMEM is too small. It does not import jax.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LayerShape(NamedTuple):
         direction: "forward", or "train" for the output and all gradients from the output's cotangent.
         hidden: channels of the layer's input and output.
         shape: the rest; weights and activations are of its dtype.
-        precision: as of ``gated_delta_rule``.
+        precision: as in ``gated_delta_rule``.
         backend: "pallas" or "xla".
         norm: whether a mixer has the output's norm and gate; a layer always has.
     """

@@ -30,7 +30,7 @@ class ScaleShape(NamedTuple):
         shape: of the whole call.
         split: a key of ``SPLITS``.
         chips: a power of two.
-        precision: as of ``gated_delta_rule``.
+        precision: as in ``gated_delta_rule``.
         hidden: channels of a layer's input.
         forgets: of tokens, whether the gates are such that a piece forgets the state that enters it
             (``portable_gdn/parallel/maps.py``): which of the two ways to find its map is timed.

@@ -38,7 +38,7 @@ def save_slot(
     """Write what ``StatePool.export`` returned, whole or not at all.
 
     Args:
-        dtypes: in which heads' recurrent states are kept (``serving.at_rest``): one for all or one a head; None keeps
+        dtypes: in which heads' recurrent states are kept (``serving.at_rest``): one for all or one per head; None keeps
             the pool's own, and every bit.
         request: anything of JSON to keep beside them, such as num_computed_tokens and the tokens themselves.
 

@@ -1,4 +1,4 @@
-"""From the files of a compiled program to its report. No jax here."""
+"""From the files of a compiled program to its report. It does not import jax."""
 
 from __future__ import annotations
 

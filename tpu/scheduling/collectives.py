@@ -1,4 +1,4 @@
-"""What devices send each other: the collectives in a compiled module's text. No jax here."""
+"""What devices send each other: the collectives in a compiled module's text. It does not import jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the folder that libtpu's compiler writes about one program: the files of each operation. No jax here."""
+"""Read the folder that libtpu's compiler writes about one program: the files of each operation, without jax."""
 
 from __future__ import annotations
 

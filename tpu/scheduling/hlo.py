@@ -1,4 +1,4 @@
-"""Reads a compiled module's text: which operations a device runs, and where their operands lie. No jax here."""
+"""Read a compiled module's text: which operations a device runs, and where their operands lie, without jax."""
 
 from __future__ import annotations
 

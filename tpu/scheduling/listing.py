@@ -1,4 +1,4 @@
-"""Reads a listing of VLIW bundles, as libtpu writes it after register allocation. No jax here.
+"""Reads a listing of VLIW bundles, as libtpu writes it after register allocation. It does not import jax.
 
 One bundle stands on a line, ``address marks : { instruction ;; instruction ... }``; comments may reach over several
 lines and hold others. The bundle's address is its number, and each bundle is one cycle, the empty ones too: they wait.

@@ -1,9 +1,9 @@
-"""Runs the part of a listing that steers it: which bundle runs how often, and how many bytes are copied. No jax here.
+"""Run the part of a listing that controls it: how often each bundle runs, and how many bytes are copied, without jax.
 
-Only scalars, predicates, branches and copies are followed, and of the scalars only those that a branch or a copy hangs
-on. What a vector unit computes, or what lies in memory that nobody told us of, is unknown, and what is computed from it
-is unknown too. A branch that hangs on something unknown is not guessed: the skipped part counts as perhaps run, and a
-loop counts as one turn of an unknown number.
+Only scalars, predicates, branches and copies are followed, and only those scalars on which a branch or a copy depends.
+The results of vector units and the contents of memory that was not given are unknown, and so is everything computed
+from them. A branch that depends on something unknown is not guessed: the code that it may skip counts as possibly run,
+and a loop counts as one iteration of an unknown number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a grid step holds in VMEM, as named buffers: plans add them up, and kernels allocate them. No jax here."""
+"""The named buffers of a grid step in VMEM, which plans add up and kernels allocate, without jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How finely the gates of a call are given, as kernels see it. No jax here."""
+"""How finely the gates of a call are given, as kernels see it. It does not import jax."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def normed_output(kind: NormKind, o: Array, weight: Array, z: Array | None) -> A
 
 
 def norm_gradients(kind: NormKind, o: Array, weight: Array, z: Array | None, dy: Array) -> NormGradients:
-    """The cotangents of a head, from that of the normed output dy [rows, V]; the rest as of ``normed_output``."""
+    """The cotangents of a head, from that of the normed output dy [rows, V]; the rest as in ``normed_output``."""
     n, r = _normed(kind, o)
     root = o.shape[-1] ** 0.5
     scaled = weight * root

@@ -1,4 +1,4 @@
-"""The sizes that everything on a TPU is cut by. No jax here."""
+"""The sizes that everything on a TPU is cut by. It does not import jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of the kernel of an output norm's cotangents, and who computes the norm of a call. No jax here."""
+"""The plan of the kernel for an output norm's cotangents, and who computes the norm of a call, without jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phase ``advance`` with one decay a head, or one for each group of channels that are whole tiles."""
+"""The phase ``advance`` with one decay per head, or one for each group of channels that are whole tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of the backward kernel that belongs to the pipeline. No jax here."""
+"""The plan of the backward kernel that belongs to the pipeline. It does not import jax."""
 
 from __future__ import annotations
 

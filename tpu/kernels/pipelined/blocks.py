@@ -174,7 +174,7 @@ def input_blocks(
     prologue: Prologue | None,
     epilogue: Epilogue | None = None,
 ) -> Inputs:
-    """All operands of the kernel; as of ``forward.forward``."""
+    """All operands of the kernel; as in ``forward.forward``."""
     blocks = _Blocks(p)
     widths = (p.P * p.K, p.P * p.K, p.heads * p.V)
     q, k, v = (_token_blocks(blocks, n, x, w, prologue) for n, x, w in zip("qkv", tokens, widths, strict=True))
@@ -221,7 +221,7 @@ def output_blocks(p: Pipeline, dtypes: tuple[Any, Any]) -> Outputs:
 
 
 def scratch(p: Pipeline, dtypes: tuple[Any, Any]) -> Scratch:
-    """All scratch of the kernel; dtypes: as of ``output_blocks``."""
+    """All scratch of the kernel; dtypes: as in ``output_blocks``."""
     tokens, units = (CHUNK, p.U) if p.packed else (p.U * CHUNK, 1)
     windows = o_stage = kept_stage = S_stage = sent = None
     if p.inside.width:

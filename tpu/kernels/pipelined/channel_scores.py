@@ -41,7 +41,7 @@ _PAUSES = (2, 8, 32)
 
 class _Found(NamedTuple):
     """What a value head leaves to ``advance``: summands of Aqk and k^T [C, C], reads [2 C or C, C] bfloat16, written
-    [C, C] float32 or None; as of ``slots.ChannelSlot``."""
+    [C, C] float32 or None; as in ``slots.ChannelSlot``."""
 
     Aqk: Parts
     kt: Parts
@@ -72,7 +72,7 @@ def scores(p: Pipeline, chunk: ChunkMemory, slot: ChannelSlot, square: tuple[Arr
 
 
 def _beta(p: Pipeline, chunk: ChunkMemory) -> Array | None:
-    """The gate where there is one a head: [heads, C], tokens in lanes."""
+    """The gate where there is one per head: [heads, C], tokens in lanes."""
     if p.widths.erase != 1:
         return None
     assert chunk.inputs.b is not None

@@ -1,4 +1,4 @@
-"""The gates of all chunks of a grid step, with one decay a head or a few: sums, and what they scale."""
+"""The gates of all chunks of a grid step, with one decay per head or a few: sums, and what they scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call lies in the pipelined kernel's grid: where heads lie in tiles, what a grid step covers. No jax here."""
+"""How a call is laid out in the pipelined kernel's grid: heads in tiles, and tokens in grid steps, without jax."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Pipeline(NamedTuple):
 
     @property
     def by_channel(self) -> bool:
-        """Whether decays are given channel by channel, and not once a head."""
+        """Whether decays are given channel by channel, and not once per head."""
         return self.widths.decay == self.K
 
     @property

@@ -1,4 +1,4 @@
-"""The plan of the pipelined kernel: how many heads share a grid step, and whether that fits into VMEM. No jax here."""
+"""The plan of the pipelined kernel: how many heads share a grid step, and whether they fit into VMEM, without jax."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pipeline(s: Signature, chip: Chip, keeps: tuple[str, ...] = ()) -> Pipeline 
     """The plan of a call for the pipelined kernel, or None where that cannot run it or is not worth it.
 
     As many heads share a grid step as ``tiling`` found best, or as VMEM holds, or fewer, if cores would be idle.
-    ``keeps``: as of ``Pipeline``.
+    ``keeps``: as in ``Pipeline``.
     """
     if why_not(s) is not None or chip.vmem_bytes < LEAST_VMEM:
         return None

@@ -1,4 +1,4 @@
-"""The phase ``scores`` with one decay a head, or one for each group of channels that are whole tiles."""
+"""The phase ``scores`` with one decay per head, or one for each group of channels that are whole tiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def key_rows(p: Pipeline, chunk: ChunkMemory, h: int) -> Array:
 class _Keys:
     """What a key head's value heads share.
 
-    rows: as of ``key_rows``; kt: k^T [lanes, C]; qk: [q; k] k^T of each group of channels, [2 C, C] float32.
+    rows: as in ``key_rows``; kt: k^T [lanes, C]; qk: [q; k] k^T of each group of channels, [2 C, C] float32.
     """
 
     def __init__(self, p: Pipeline, chunk: ChunkMemory, h: int) -> None:

@@ -43,10 +43,10 @@ class Blocks:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slot:
-    """Scratch of one chunk, from its ``scores`` to its ``advance``, with one decay a head or a few.
+    """Scratch of one chunk, from its ``scores`` to its ``advance``, with one decay per head or a few.
 
     Attributes:
-        before: columns of 2^G, 0 behind a reset, a decay each: as of ``gates.Gates``.
+        before: columns of 2^G, 0 behind a reset, a decay each: as in ``gates.Gates``.
         Aqk: [heads, n, C, C].
         kt: [heads, n, key lanes, C]: keys decayed to the chunk's end, transposed, and with beta.
         blocks: of the inverse.
@@ -69,7 +69,7 @@ class ChannelSlot:
     """Scratch of one chunk, from ``scores`` to ``advance``, with decays by channel.
 
     Attributes:
-        Aqk, kt: as of ``Slot``, [heads, n, C, C] each.
+        Aqk, kt: as in ``Slot``, [heads, n, C, C] each.
         reads: [heads, 2 C, C] bfloat16: q, and below it e where there is an erase gate, decayed from the chunk's start.
         total: [C, PIECES * heads] bfloat16: columns of the whole chunk's decay.
         v: [heads, C, C] float32: what is written, where it is not v as it lies in HBM; else one tile.

@@ -1,4 +1,4 @@
-"""What a grid step of the pipelined forward kernel holds in VMEM, as named buffers. No jax here.
+"""What a grid step of the pipelined forward kernel holds in VMEM, as named buffers. It does not import jax.
 
 The slots' buffers are those that ``slots`` allocates. Rows of gates, taps and what lies before a sequence are a few
 sublanes each, and left out.
@@ -32,13 +32,13 @@ def _operand(p: Pipeline, name: str, rows: int) -> Buffer:
 
 
 def inverse_blocks(p: Pipeline) -> list[Buffer]:
-    """What the inverse is built in; as of ``slots.Blocks``."""
+    """What the inverse is built in; as in ``slots.Blocks``."""
     lower = [_operand(p, f"low{rows}", rows) for rows in (16, 32, 64)]
     return [Buffer("packed", (p.heads, 16, C), "float32"), *lower, _operand(p, "M", C)]
 
 
 def slot(p: Pipeline) -> list[Buffer]:
-    """Scratch of one chunk, without the blocks of the inverse; as of ``slots.Slot`` and ``ChannelSlot``."""
+    """Scratch of one chunk, without the blocks of the inverse; as in ``slots.Slot`` and ``ChannelSlot``."""
     if p.by_channel:
         rows = 2 * C if p.widths.erase else C
         return [

@@ -73,7 +73,7 @@ def _kernel(p: Plan, make: _Make, table: Ref, x: BackwardInputs, out: Gradients,
 
 
 def _chunk(rows: Rows, stages: Any, x: BackwardInputs, out: Gradients, dS: Ref) -> None:
-    """One chunk of all heads of a grid step, with one decay and one gate a head."""
+    """One chunk of all heads of a grid step, with one decay and one gate per head."""
     p = rows.p
     g, b = (rows.head(ref, 0, p.heads) for ref in x.gates)
     G, count = (rows.by_head(a, 1) for a in stages.decay(g))
@@ -127,7 +127,7 @@ def _channel_chunk(rows: Rows, make: _Make, x: BackwardInputs, out: Gradients, d
 
 
 def _given_gates(p: Plan, x: BackwardInputs) -> dict[str, tuple[Ref, int]]:
-    """The gates that are operands by name, and how many a head."""
+    """The gates that are operands by name, and how many per head."""
     refs = list(x.gates)
     widths = {"g": p.widths.decay, "b": p.widths.erase, "w": 0 if p.widths.shared else p.widths.write}
     return {name: (refs.pop(0), n) for name, n in widths.items() if n}

@@ -80,7 +80,7 @@ def by_head(run: Callable[..., Iterator[Any]], heads: Sequence[tuple[Any, ...]],
     """What a generator function returns for the arguments of each head.
 
     The generators take turns. ``batched``, for interpreters: heads are one batch of the same program, so that XLA does
-    not compile it once a head.
+    not compile it once per head.
     """
     if batched:
         found = jax.vmap(lambda args: interleave([run(*args)])[0])(jax.tree.map(lambda *a: jnp.stack(a), *heads))

@@ -1,4 +1,4 @@
-"""One chunk backwards, as a function of values in VMEM: ``spec.chunkwise.backward_chunk`` for one decay a head.
+"""One chunk backwards, as a function of values in VMEM: ``spec.chunkwise.backward_chunk`` for one decay per head.
 
 Shapes as in ``stages``. Written anew is what Mosaic does not lower from the specification's text: sums along tokens.
 What scales rows is applied to results, or to the operand that is rounded anyway, so that k enters products as it came.

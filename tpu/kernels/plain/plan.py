@@ -1,4 +1,4 @@
-"""How a call is cut for the kernel: tokens a chunk, heads a grid step, and whether that fits into VMEM. No jax here."""
+"""How a call is cut: tokens per chunk, heads per grid step, and whether that fits into VMEM, without jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     B rows, T tokens, N states, H key heads, R value heads a key head, K and V channels, C tokens a chunk (a power of
     two), P key heads a grid step; ``q_bytes`` and ``v_bytes`` an element of q, k and of v, o; scale and precision;
-    gathers: as of ``Chip``.
+    gathers: as in ``Chip``.
     """
 
     B: int

@@ -163,7 +163,7 @@ def output(mm: KernelProduct, q: Array, Aqk: Array, Vn: Array, decays: Decays, S
 def state(mm: KernelProduct, k: Array, Vn: Array, decays: Decays, S: Array) -> Array:
     """The state after the chunk, [.., K, V].
 
-    With one decay a head Vn is scaled instead of k, which then enters as exact as it came.
+    With one decay per head Vn is scaled instead of k, which then enters as exact as it came.
     """
     decays = _wide(k, decays)
     kept, to_end = spec.across(jnp, decays), spec.to_end(jnp, decays)

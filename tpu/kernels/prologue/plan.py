@@ -1,5 +1,5 @@
 """The plan of the kernels that compute what lies before the rule, and its cotangents, for the backward pass: how tokens
-and channels are cut. No jax here."""
+and channels are cut. It does not import jax."""
 
 from __future__ import annotations
 

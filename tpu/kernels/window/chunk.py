@@ -81,7 +81,7 @@ class _Reading(NamedTuple):
     """What reads a unit's states, and how its tokens meet.
 
     left: the rows [2 P, K] that read the states. erased, put: for each token t the factors [P, 1] by which later tokens
-    erase what it wrote, and put it out; without the decays that are one a head.
+    erase what it wrote, and put it out; without the decays that are one per head.
     """
 
     left: Array
@@ -193,7 +193,7 @@ class Chunk:
         return self.x.channels[0, 0, h, : self.p.places]
 
     def _beta(self, h: int) -> Array | None:
-        """The erase gate [P, 1] of a value head, where it is one value a head."""
+        """The erase gate [P, 1] of a value head, where it is one value per head."""
         if not self.p.erases or self.p.erases_channels:
             return None
         lane = h if self.p.by_channel else self.p.value_heads + h

@@ -1,4 +1,4 @@
-"""How the window kernel cuts an update: which heads share a grid step, and what that needs. No jax here.
+"""How the window kernel cuts an update: which heads share a grid step, and what that needs. It does not import jax.
 
 A grid step is one row of the batch and one block of heads. All heads of a row in one step is best: a state of 128 x 128
 is read and written in 140 cycles a head on a v6e, and its arithmetic takes 56, so that a step's own cost, some hundred
@@ -109,7 +109,7 @@ def window_plan(s: Signature, chip: Chip) -> Window | None:
 
 
 def _before(s: Signature) -> Before | None:
-    """What of a mixer a chunk does itself, whose decays are one a head: where one gate erases and writes, or none does.
+    """What of a mixer a chunk does itself, if its decays are one per head and one gate erases and writes, or none.
 
     With decays by channel the vector unit is busy already: the convolution would add 70 cycles a head on a v6e.
     """
