@@ -1,8 +1,9 @@
 """How many heads share a grid step of the pipelined kernel: from a table of schedules that were compiled.
 
-For each chip, precision and pair of head dims, ``tiling.json`` holds the cycles of the kernel with at most a given number
-of value heads per step; ``benchmarks/tpu_tiling.py`` compiles these figures again. A call uses what was best at the
-nearest entry, and fewer heads if its number of heads is not divisible by it or VMEM is too small. It does not import jax.
+For each chip, precision and pair of head dims, ``tiling.json`` holds the cycles of the kernel with at most a given
+number of value heads per step; ``benchmarks/tpu_tiling.py`` compiles these figures again. A call uses what was best at
+the nearest entry, and fewer heads if its number of heads is not divisible by it or VMEM is too small. This module does
+not import jax.
 """
 
 from __future__ import annotations
